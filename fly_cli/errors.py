@@ -1,0 +1,82 @@
+"""Errors that a user can cause, and the exit codes they end in.
+
+    FlyError                    1  something went wrong that the user can act on
+    ├── UsageError              2  bad flags, settings, prompts or names
+    │   ├── SettingsError       2  a value out of range, an unknown key, flags that exclude each other
+    │   ├── PromptError         2  no prompt, a bad JSONL row, a prompt that the model cannot take
+    │   ├── TraceError          2  a file that is not a trace
+    │   └── ModelNotFoundError  2  no such alias, folder, file or hub id
+    ├── DownloadError           1  weights could not be fetched, or are not what the catalog promises
+    ├── ModelError              1  a model that cannot be loaded or used
+    │   └── UnsupportedModelError 2  an architecture, cache or file that this tool refuses
+    ├── OutOfMemoryError        1  models or caches do not fit
+    └── DecodeError             1  the models gave something that cannot be decoded (NaN logits)
+
+Anything else that escapes is a bug and keeps its traceback.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process returns to the shell."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    INTERRUPTED = 130
+    BROKEN_PIPE = 141
+    TERMINATED = 143
+
+
+class FlyError(Exception):
+    """An error with a message (what happened) and a hint (what to do), neither ending in a full stop."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, hint: str = "", exit_code: ExitCode | None = None):
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        if exit_code is not None:
+            self.exit_code = exit_code
+
+
+class UsageError(FlyError):
+    exit_code = ExitCode.USAGE
+
+
+class SettingsError(UsageError):
+    pass
+
+
+class PromptError(UsageError):
+    pass
+
+
+class TraceError(UsageError):
+    pass
+
+
+class ModelNotFoundError(UsageError):
+    pass
+
+
+class DownloadError(FlyError):
+    pass
+
+
+class ModelError(FlyError):
+    pass
+
+
+class UnsupportedModelError(ModelError):
+    exit_code = ExitCode.USAGE
+
+
+class OutOfMemoryError(FlyError):
+    pass
+
+
+class DecodeError(FlyError):
+    pass

@@ -1,0 +1,135 @@
+"""Settings of a run: frozen, validated when made.
+
+`DecodeSettings` says how tokens are drafted, judged and chosen; `ModelSettings` which models, and where they run.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .errors import SettingsError
+
+MODES = ("fly", "exact", "target")
+ENTROPY_KINDS = ("topk", "normalized")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
+DEFAULT_TARGET = "qwen-coder-1.5b"
+DEFAULT_DRAFT = "qwen-coder-0.5b"
+LOOKUP = "lookup"  # the drafter that needs no draft model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecodeSettings:
+    """How to decode one prompt.
+
+    Modes are settings: `exact` is `fly` with the gate off (`entropy_threshold` None), `target` is a draft
+    of 0 tokens. In mode `fly` an `entropy_threshold` of None means the default of the entropy kind.
+
+    Raises `SettingsError` for a value out of its range.
+    """
+
+    mode: str = "fly"
+    draft_tokens: int = 15  # K, tokens drafted a round at most
+    window_size: int = 6  # W, drafted tokens after a mismatch that must all match
+    entropy: str = "topk"
+    entropy_top_k: int = 3
+    entropy_threshold: float | None = None  # theta: nats for `topk`, a share of ln V for `normalized`
+    strict_first: int = 2  # first new tokens in which every mismatch is rejected
+    draft_lookup: bool = True  # copy n-grams inside the draft model's drafting
+    max_new_tokens: int = 512
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    seed: int | None = None  # None: drawn anew for each run, and reported
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, MODES)
+        check_choice("entropy", self.entropy, ENTROPY_KINDS)
+        check_range("draft_tokens", self.draft_tokens, 0, 1024)
+        check_range("window_size", self.window_size, 0, 1024)
+        check_range("entropy_top_k", self.entropy_top_k, 1, 1024)
+        check_range("strict_first", self.strict_first, 0)
+        check_range("max_new_tokens", self.max_new_tokens, 1)
+        check_range("temperature", self.temperature, 0.0)
+        check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        check_range("top_k", self.top_k, 0)
+        if self.seed is not None:
+            check_range("seed", self.seed, 0, 2**63 - 1)
+        if self.entropy_threshold is not None:
+            check_range("entropy_threshold", self.entropy_threshold, 0.0)
+        if "" in self.stop:
+            raise SettingsError("`stop` has an empty string", hint="give each stop string at least one character")
+        threshold, draft_tokens = self.entropy_threshold, self.draft_tokens
+        if self.mode != "fly":
+            threshold = None
+        elif threshold is None:
+            threshold = DEFAULT_THRESHOLDS[self.entropy]
+        if self.mode == "target":
+            draft_tokens = 0
+        object.__setattr__(self, "entropy_threshold", threshold)
+        object.__setattr__(self, "draft_tokens", draft_tokens)
+        object.__setattr__(self, "stop", tuple(self.stop))
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON values, names unchanged."""
+        return {**asdict(self), "stop": list(self.stop)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSettings:
+    """Which models, and where they run. Raises `SettingsError` for a value out of its range."""
+
+    target: str = DEFAULT_TARGET  # alias, folder, hub id or .gguf file
+    draft: str | None = DEFAULT_DRAFT  # the same, or "lookup"; None: no drafter (mode `target`)
+    dtype: str = "auto"
+    device_map: str | dict[str, str | int] = "auto"  # auto, a device, or a map module -> device
+    draft_device: str | None = None  # None: planned together with the target
+    max_memory: dict[str, str] | None = None  # device -> size such as "20GB"
+    offload_folder: str | None = None
+    offline: bool = False
+    trust_remote_code: bool = False
+    allow_missing_weights: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("dtype", self.dtype, DTYPES)
+        for name in ("target", "draft"):
+            if getattr(self, name) == "":
+                raise SettingsError(f"`{name}` is empty", hint="give an alias (`fly models` lists them), a path or a hub id")
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON values, names unchanged."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextSettings:
+    """How prompts become ids and ids become text."""
+
+    system: str | None = None
+    raw: bool = False  # no chat template: the prompt's bytes as they are
+    chat_template: str | None = None  # a Jinja template's text, or None for the model's own
+    stop_token: tuple[str, ...] = ()  # further tokens (text or id) that end the answer
+    show_special: bool = False
+
+    def __post_init__(self) -> None:
+        if self.raw and (self.system is not None or self.chat_template is not None):
+            raise SettingsError(
+                "`raw` sends the prompt without a chat template, so `system` and `chat_template` have no place",
+                hint="drop `--raw`, or drop `--system` and `--chat-template`",
+            )
+        object.__setattr__(self, "stop_token", tuple(self.stop_token))
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise SettingsError(f"`{name}` is {value!r}", hint=f"choose one of {', '.join(choices)}")
+
+
+def check_range(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    too_low = value <= low if open_low else value < low
+    if math.isnan(value) or math.isinf(value) or too_low or value > high:
+        upper = "" if high == math.inf else f" and at most {high:g}"
+        raise SettingsError(f"`{name}` is {value}", hint=f"give a number {'above' if open_low else 'of at least'} {low:g}{upper}")
