@@ -1,0 +1,166 @@
+"""Loads a target and a draft model as a pair that can decode together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from platform import python_version
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from .cached_model import CachedModel
+from .catalog import Catalog, load_catalog
+from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from .placement import Placement, gigabytes, plan, skeleton
+from .settings import LOOKUP, ModelSettings, TextSettings
+from .text import Codec, load_tokenizer, vocabulary_difference
+from .weights import Located, Progress, Silent, locate
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target, perhaps a draft model, and the tokenizer that both share."""
+
+    target: CachedModel
+    draft: CachedModel | None
+    codec: Codec
+    settings: ModelSettings
+    placements: tuple[Placement, ...] = ()  # target, then draft
+
+    def describe(self) -> dict[str, Any]:
+        """Settings, placement, stop ids and versions as JSON values."""
+        return {
+            "models": self.settings.as_json(),
+            "placement": [place.describe() for place in self.placements],
+            "stop_ids": sorted(self.codec.stop_ids),
+            "vocab_size": self.codec.vocab_size,
+            "versions": versions(),
+        }
+
+
+def load_pair(
+    settings: ModelSettings | None = None,
+    text_settings: TextSettings | None = None,
+    *,
+    mode: str = "fly",
+    catalog: Catalog | None = None,
+    progress: Progress | None = None,
+) -> Pair:
+    """The pair that `settings` names, fetched, converted, checked, planned and loaded.
+
+    In mode `target` no draft model is loaded. Raises `ModelNotFoundError`, `DownloadError`, `UnsupportedModelError`,
+    `OutOfMemoryError` or `SettingsError`; all that can be known without the weights is refused before they load.
+    """
+    settings = settings or ModelSettings()
+    catalog = catalog or load_catalog()
+    progress = progress or Silent()
+    with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
+    names = [settings.target, settings.draft] if with_draft else [settings.target]
+    folders = [
+        locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names
+    ]
+    tokenizers = [load_tokenizer(place.path, trust_remote_code=settings.trust_remote_code) for place in folders]
+    if with_draft and (difference := vocabulary_difference(*tokenizers)):
+        raise UnsupportedModelError(
+            f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
+            hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
+        )
+    skeletons = [
+        skeleton(str(name), place.path, trust_remote_code=settings.trust_remote_code)
+        for name, place in zip(names, folders, strict=True)
+    ]
+    target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
+    places = [place for place in (target_place, draft_place) if place is not None]
+    with quiet_libraries():
+        models = [
+            load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)
+        ]
+    codec = Codec(
+        tokenizers[0],
+        settings=text_settings or TextSettings(),
+        end_ids=end_ids(models[0]),
+        vocab_rows=models[0].config.get_text_config(decoder=True).vocab_size,
+    )
+    cached = [
+        CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
+        for model, place in zip(models, places, strict=True)
+    ]
+    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places))
+
+
+def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
+    """The model of a local folder, placed. Raises `ModelError` for weights that are missing or of another shape."""
+    progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)})", None)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            located.path,
+            dtype=place.dtype,
+            device_map=place.device_map,
+            offload_folder=settings.offload_folder,
+            local_files_only=True,
+            trust_remote_code=settings.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        if "can't allocate memory" in str(error):
+            raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"`{place.name}` cannot be loaded: {reason}", hint=f"check or remove the folder `{located.path}`"
+        ) from error
+    finally:
+        progress.finish()
+    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if missing and not settings.allow_missing_weights:
+        raise ModelError(
+            f"`{place.name}` lacks {len(missing)} weights, which would stay random: {', '.join(missing[:5])}",
+            hint="the files do not fit their config.json; `--allow-missing-weights` goes on all the same",
+        )
+    return model.eval()
+
+
+def end_ids(model: Any) -> set[int]:
+    """End-of-sequence ids of the generation config and the model config."""
+    found: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return found
+
+
+def out_of_memory(doing: str) -> OutOfMemoryError:
+    """What to tell a user whose memory ran out while `doing` something."""
+    return OutOfMemoryError(
+        f"memory ran out while {doing}",
+        hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
+    )
+
+
+@contextmanager
+def quiet_libraries() -> Iterator[None]:
+    """Keeps the libraries' progress bars and warnings off the terminal: what matters is checked here."""
+    verbosity = transformers_logging.get_verbosity()
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def versions() -> dict[str, str]:
+    """Versions of what the result depends on."""
+    packages = {"fly": "fly-decode", "torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
+    return {name: version(package) for name, package in packages.items()} | {"python": python_version()}

@@ -1,0 +1,227 @@
+"""Where the layers of both models go, decided before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import infer_auto_device_map, init_empty_weights
+from accelerate.utils import check_device_map, get_max_memory
+from accelerate.utils.modeling import convert_file_size_to_int
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
+from .settings import ModelSettings
+
+PLANNED_TOKENS = 4096  # cache that a plan leaves room for
+HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
+DeviceMap = dict[str, int | str | torch.device]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A model without weights: what is needed to plan for it."""
+
+    name: str
+    model: Any  # parameters on the meta device
+    cache_bytes_per_value: int  # cached numbers a token
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        return self.num_parameters * dtype.itemsize
+
+    def cache_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of the cache of `PLANNED_TOKENS` tokens."""
+        return self.cache_bytes_per_value * dtype.itemsize * PLANNED_TOKENS
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One model's place: module -> device, the dtype, and the sizes in bytes."""
+
+    name: str
+    device_map: DeviceMap
+    dtype: torch.dtype
+    weight_bytes: int
+    cache_bytes: int
+
+    def describe(self) -> dict[str, Any]:
+        """The placement as JSON values."""
+        devices: dict[str, int] = {}
+        for device in self.device_map.values():
+            devices[str(device)] = devices.get(str(device), 0) + 1
+        return {
+            "model": self.name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "weight_bytes": self.weight_bytes,
+            "devices": devices,  # device -> number of modules (1 when the whole model is on one)
+        }
+
+
+def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Skeleton:
+    """The model of a local folder, without weights. Raises `UnsupportedModelError` for what cannot be built."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        with init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModelError(
+                f"`{name}` needs code of its own to run, and that code is not run unless you say so",
+                hint=f"read the code in `{folder}` first, then add `--trust-remote-code`",
+            ) from error
+        raise UnsupportedModelError(
+            f"`{name}` is not a causal language model that this version of transformers can build: {reason}",
+            hint="check `config.json` in the model's folder, or use another model",
+        ) from error
+    model.tie_weights()
+    text = config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
+    width = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
+    return Skeleton(name, model, 2 * text.num_hidden_layers * heads * width)
+
+
+def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> tuple[Placement, Placement | None]:
+    """Places for target and draft that fit together.
+
+    The draft goes whole onto one device (the accelerator with most room, if it fits there), the target over what
+    is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device that is not there.
+    """
+    free = free_memory(settings.max_memory)
+    draft_place = None
+    if draft is not None:
+        device = checked_device(settings.draft_device) if settings.draft_device else roomiest(draft, free, settings)
+        draft_place = place_whole(draft, device, settings)
+        take(draft_place, device, free)
+    target_place = place_target(target, free, settings)
+    return target_place, draft_place
+
+
+def free_memory(limits: Mapping[str, str] | None) -> dict[int | str, int]:
+    """Free bytes of each device (accelerators by index, then "cpu"), less some headroom, capped by `limits`."""
+    free = {device: int(size * (1 - HEADROOM)) for device, size in get_max_memory().items()}
+    for key, size in (limits or {}).items():
+        device: int | str = int(key) if key.isdigit() else key
+        try:
+            limit = convert_file_size_to_int(size)
+        except ValueError as error:
+            raise SettingsError(f"`max_memory` of {key} is {size!r}", hint="write sizes as 20GB or 800MB") from error
+        if device not in free:
+            raise SettingsError(f"`max_memory` names a device that is not there: {key}", hint=f"there are {list(free)}")
+        free[device] = min(limit, free[device])
+    if limits:  # devices not named are not to be used, as in accelerate
+        free = {device: size if str(device) in limits else 0 for device, size in free.items()}
+        if "cpu" not in limits:
+            free["cpu"] = 0
+    return free
+
+
+def roomiest(draft: Skeleton, free: Mapping[int | str, int], settings: ModelSettings) -> torch.device:
+    """The accelerator with most room if the draft fits, else the CPU; the target's own device if that is fixed."""
+    if isinstance(settings.device_map, str) and settings.device_map != "auto":
+        return checked_device(settings.device_map)
+    accelerators = {device: size for device, size in free.items() if isinstance(device, int)}
+    if accelerators:
+        best = max(accelerators, key=lambda device: accelerators[device])
+        dtype = choose_dtype(settings.dtype, accelerator(best))
+        if draft.weight_bytes(dtype) + draft.cache_bytes(dtype) <= accelerators[best]:
+            return accelerator(best)
+    return torch.device("cpu")
+
+
+def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
+    dtype = choose_dtype(settings.dtype, device)
+    return Placement(model.name, {"": device}, dtype, model.weight_bytes(dtype), model.cache_bytes(dtype))
+
+
+def take(place: Placement, device: torch.device, free: dict[int | str, int]) -> None:
+    """Book a whole model on its device. Raises `OutOfMemoryError` when it does not fit."""
+    key = "cpu" if device.type == "cpu" else (device.index or 0)
+    needed = place.weight_bytes + place.cache_bytes
+    if needed > free.get(key, 0):
+        raise OutOfMemoryError(
+            f"`{place.name}` needs {gigabytes(needed)} on {device} ({gigabytes(place.weight_bytes)} weights in "
+            f"{str(place.dtype).removeprefix('torch.')}, {gigabytes(place.cache_bytes)} cache), and "
+            f"{gigabytes(free.get(key, 0))} are free",
+            hint="use a smaller model or `--draft lookup`, `--dtype bfloat16`, or another device",
+        )
+    free[key] -= needed
+
+
+def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
+    if isinstance(settings.device_map, str) and settings.device_map != "auto":
+        device = checked_device(settings.device_map)
+        place = place_whole(target, device, settings)
+        take(place, device, free)
+        return place
+    accelerators = [accelerator(device) for device in free if isinstance(device, int)]
+    dtype = choose_dtype(settings.dtype, accelerators[0] if accelerators else torch.device("cpu"))
+    weights, cache = target.weight_bytes(dtype), target.cache_bytes(dtype)
+    if isinstance(settings.device_map, dict):
+        device_map: DeviceMap = dict(settings.device_map)
+        try:
+            check_device_map(target.model, device_map)
+        except ValueError as error:
+            raise SettingsError(
+                f"the device map does not fit `{target.name}`: {error}", hint="name every module, or use `auto`"
+            ) from error
+        for device in device_map.values():
+            if device != "disk":
+                checked_device(device)
+    else:
+        shares = {device: size - cache // max(1, len(accelerators) or 1) for device, size in free.items()}
+        limits = {device: max(0, size) for device, size in shares.items() if device == "cpu" or isinstance(device, int)}
+        device_map = infer_auto_device_map(
+            target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
+        )
+    if "disk" in device_map.values() and not settings.offload_folder:
+        room = ", ".join(f"{gigabytes(size)} on {device}" for device, size in free.items())
+        raise OutOfMemoryError(
+            f"`{target.name}` needs {gigabytes(weights + cache)} ({gigabytes(weights)} weights in "
+            f"{str(dtype).removeprefix('torch.')}, {gigabytes(cache)} cache), and what is left is {room}",
+            hint="use a smaller model, `--dtype bfloat16`, `--draft lookup`, or `--offload-folder DIR` to keep the rest on disk (slow)",
+        )
+    return Placement(target.name, device_map, dtype, weights, cache)
+
+
+def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype asked for, or for "auto" the 16-bit type that the device computes well, else fp32."""
+    if dtype != "auto":
+        chosen: torch.dtype = getattr(torch, dtype)
+        return chosen
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    if device.type == "cpu":
+        return torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    return torch.bfloat16
+
+
+def checked_device(name: str | int | torch.device) -> torch.device:
+    """The device of that name. Raises `SettingsError` when this machine has none."""
+    if isinstance(name, int):
+        return checked_device(accelerator(name))
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise SettingsError(
+            f"there is no device {str(name)!r} here",
+            hint=f"devices: {', '.join(str(accelerator(d)) if isinstance(d, int) else d for d in get_max_memory())}",
+        ) from error
+    return device
+
+
+def accelerator(index: int) -> torch.device:
+    current = torch.accelerator.current_accelerator()
+    return torch.device(current.type if current is not None else "cuda", index)
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
