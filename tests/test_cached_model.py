@@ -134,7 +134,9 @@ def test_positions_count_the_committed_tokens():
     model = tiny_llama(0)
     cached = CachedModel(model, name="tiny")
     positions = []
-    model.model.rotary_emb.register_forward_pre_hook(lambda _, inputs: positions.append(inputs[1].flatten().tolist()))
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda _, inputs, named: positions.append(named["position_ids"].flatten().tolist()), with_kwargs=True
+    )
     cached.read([1, 2, 3])
     cached.read([1, 2, 3, 4, 5], last=2)
     cached.read([1, 2, 3, 4, 9, 9], last=2)
