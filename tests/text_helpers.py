@@ -1,0 +1,123 @@
+"""Tiny tokenizers, built in code: byte-level BPE, and SentencePiece-like BPE with byte tokens."""
+
+import json
+from functools import cache
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+CORPUS = [
+    "Hello world, hello there! The answer is 42. What is the question?",
+    "def search(items, x):\n    return x != y, z ?  'a'\n",
+    "한국어 한국어 한국 좋아 😀😀 héllo wörld\n\n",
+    "user assistant system you are the model and the model answers the user",
+]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|box start|>")
+ORDINARY = ("<think>", "</think>", "<tool_call>", "\u2581odd\u00e9")
+
+
+def byte_level(*, template: str | dict[str, str] | None = CHAT_TEMPLATE, **options) -> PreTrainedTokenizerFast:
+    """About 384 entries: 256 bytes, merges, four special and four ordinary added tokens."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_byte_level_json()),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=template,
+        **options,
+    )
+
+
+def sentencepiece_like(
+    *,
+    template: str | None = LLAMA2_TEMPLATE,
+    decoder: decoders.Decoder | None = None,
+    add_bos: bool = True,
+    add_eos: bool = False,
+    prepend: str = "first",
+    **options,
+) -> PreTrainedTokenizerFast:
+    """Llama-2 style: a word's space is part of its token, unknown characters are byte tokens, <s> comes first."""
+    tokenizer = Tokenizer.from_str(_sentencepiece_json())
+    if prepend == "normalizer":  # the older way
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=prepend, split=False)
+    tokenizer.decoder = decoder or llama_decoder()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> " * add_bos + "$A" + " </s>" * add_eos, special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        chat_template=template,
+        **options,
+    )
+
+
+def llama_decoder() -> decoders.Decoder:
+    return decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+
+def words(decoder: decoders.Decoder | None) -> PreTrainedTokenizerFast:
+    """A word-level tokenizer, whose decoder is none that the detokenizers model."""
+    vocab = {word: at for at, word in enumerate(["[UNK]", "the", "cat", "##s", "sat", ".", ",", "do", "n't"])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="[UNK]")
+
+
+def full_decode(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, show_special: bool = False) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=not show_special, clean_up_tokenization_spaces=False)
+
+
+@cache
+def _byte_level_json() -> str:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        CORPUS * 3, trainers.BpeTrainer(vocab_size=376, initial_alphabet=sorted(alphabet), show_progress=False)
+    )
+    tokenizer.add_special_tokens(list(SPECIAL))
+    tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ORDINARY])
+    return tokenizer.to_str()
+
+
+@cache
+def _sentencepiece_json() -> str:
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    trained.train_from_iterator(
+        [line.replace("😀", "").replace("\n", "") for line in CORPUS] * 3,
+        trainers.BpeTrainer(vocab_size=160, show_progress=False),
+    )
+    model = json.loads(trained.to_str())["model"]
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces = [*first, *sorted(model["vocab"], key=model["vocab"].get)]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={piece: at for at, piece in enumerate(pieces)},
+            merges=[tuple(merge) for merge in model["merges"]],
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
+    return tokenizer.to_str()
