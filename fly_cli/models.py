@@ -18,8 +18,10 @@ from .catalog import Catalog, load_catalog
 from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, gigabytes, plan, skeleton
 from .settings import LOOKUP, ModelSettings, TextSettings
-from .text import Codec, load_tokenizer, vocabulary_difference
-from .weights import Located, Progress, Silent, locate
+from .text import Codec
+from .vocabulary import load_tokenizer, vocabulary_difference
+from .progress import Progress, Silent
+from .weights import Located, locate
 
 
 @dataclass(frozen=True)
@@ -64,15 +66,15 @@ def load_pair(
     folders = [
         locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names
     ]
-    tokenizers = [load_tokenizer(place.path, trust_remote_code=settings.trust_remote_code) for place in folders]
-    if with_draft and (difference := vocabulary_difference(*tokenizers)):
+    paths = [place.path for place in folders]
+    trust = settings.trust_remote_code
+    if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
         raise UnsupportedModelError(
             f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
             hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
         )
     skeletons = [
-        skeleton(str(name), place.path, trust_remote_code=settings.trust_remote_code)
-        for name, place in zip(names, folders, strict=True)
+        skeleton(str(name), path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)
     ]
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
@@ -81,7 +83,7 @@ def load_pair(
             load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)
         ]
     codec = Codec(
-        tokenizers[0],
+        load_tokenizer(paths[0], trust_remote_code=trust),
         settings=text_settings or TextSettings(),
         end_ids=end_ids(models[0]),
         vocab_rows=models[0].config.get_text_config(decoder=True).vocab_size,
