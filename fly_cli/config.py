@@ -71,7 +71,7 @@ class Value:
 
 
 class Drafts(Protocol):
-    """What is needed of a catalog: the draft that goes with a target, if one is known."""
+    """What is needed of a catalog, the user's own pairs included: the draft that goes with a target, if known."""
 
     def draft_for(self, target: str) -> str | None: ...
 
@@ -122,7 +122,7 @@ class Effective:
     models: ModelSettings
     text: TextSettings
     output: OutputSettings
-    values: Mapping[str, Value]  # as in `Config`, the draft that goes with the target filled in
+    values: Mapping[str, Value]  # as in `Config`, dependent defaults filled in
     notes: tuple[str, ...]  # things the user should know, one line each
 
 
@@ -168,7 +168,10 @@ def resolve(config: Config, catalog: Drafts) -> Effective:
     check_device("draft_device", config.values["draft_device"])
     text = config.group(TextSettings, chat_template=read_template(config.values["chat_template"]))
     notes = [*note, *window_notes(config, decode), *idle_notes(config, decode, models)]
-    return Effective(decode, models, text, output, {**config.values, "draft": draft}, tuple(notes))
+    values = {**config.values, "draft": draft}
+    if decode.entropy_threshold is not None and not config.given("entropy_threshold"):
+        values["entropy_threshold"] = Value(decode.entropy_threshold, Layer.DEFAULT, f"default of {decode.entropy}")
+    return Effective(decode, models, text, output, values, tuple(notes))
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -407,7 +410,7 @@ def choose_draft(config: Config, catalog: Drafts) -> tuple[Value, list[str]]:
     target, draft = config.values["target"], config.values["draft"]
     if draft.layer > Layer.DEFAULT or config.values["mode"].value == "target":
         return draft, []
-    known = config.pairs.get(target.value) or catalog.draft_for(target.value)
+    known = catalog.draft_for(target.value)
     if known:
         origin = "default" if target.layer is Layer.DEFAULT else f"pair of {target.value}"
         return Value(known, Layer.DEFAULT, origin), []

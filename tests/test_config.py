@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from fly_cli.errors import SettingsError
 class PairBook:
     """A catalog that knows the draft of two targets."""
 
+    def __init__(self, pairs: Mapping[str, str] = MappingProxyType({})):
+        self.drafts = {"qwen-coder-1.5b": "qwen-coder-0.5b", "llama-70b": "llama-8b"} | dict(pairs)
+
     def draft_for(self, target: str) -> str | None:
-        return {"qwen-coder-1.5b": "qwen-coder-0.5b", "llama-70b": "llama-8b"}.get(target)
+        return self.drafts.get(target)
 
 
 def configure(
@@ -30,7 +35,8 @@ def configure(
 def effective(
     tmp_path: Path, yaml: str | None = None, environment: dict[str, str] | None = None, **flags: Any
 ) -> Effective:
-    return resolve(configure(tmp_path, yaml, environment, **flags), PairBook())
+    config = configure(tmp_path, yaml, environment, **flags)
+    return resolve(config, PairBook(config.pairs))
 
 
 def refused(

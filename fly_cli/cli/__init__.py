@@ -1,0 +1,65 @@
+"""The command line. `main` is the only place that shows errors and decides the exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from ..errors import ExitCode, FlyError
+from .process import decoded, discard_output, handled_signals, prepare_streams
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `fly` with `arguments` (default: the process's own) and return its exit code."""
+    prepare_streams()
+    with handled_signals() as interruption:
+        try:
+            from .app import invoke  # here, so that Ctrl-C during this import is handled as well
+
+            code = invoke(decoded(sys.argv[1:] if arguments is None else arguments))
+            sys.stdout.flush()
+        except BaseException as error:  # every exit code is decided here
+            # After a signal any error is taken for its echo: an interrupted import raises all kinds.
+            code = explain(error) if interruption.received is None else leave(interruption.received)
+    return code
+
+
+def explain(error: BaseException) -> int:
+    """Show an error that ended a command, and return the exit code for it."""
+    match error:
+        case FlyError():
+            show_error(error.message, error.hint)
+            return error.exit_code
+        case BrokenPipeError():
+            discard_output()
+            return ExitCode.BROKEN_PIPE
+        case OSError() if error.errno is not None:
+            name = f": {error.filename}" if error.filename is not None else ""
+            show_error(f"{error.strerror}{name}", "check the path, its permissions and the free space")
+            discard_output()
+            return ExitCode.FAILED
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else ExitCode.FAILED
+        case _:
+            traceback.print_exception(error)
+            return ExitCode.FAILED
+
+
+def leave(number: int) -> int:
+    """One line for a run that signal `number` ended, and the exit code that a shell gives it."""
+    code = ExitCode(128 + number)
+    try:
+        sys.stdout.flush()
+        print(code.name.lower(), file=sys.stderr)
+    except OSError:  # the reader is gone too
+        discard_output()
+    return code
+
+
+def show_error(message: str, hint: str = "") -> None:
+    """`error: what`, a blank line, `hint: what to do`, on stderr; each on one line, control characters visible."""
+    from ..graphemes import visible_line
+
+    lines = [f"error: {visible_line(message)}", *(["", f"hint: {visible_line(hint)}"] if hint else [])]
+    print(*lines, sep="\n", file=sys.stderr)

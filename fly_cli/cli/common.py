@@ -1,0 +1,275 @@
+"""Options that commands share, and the way from them to checked settings."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..config import DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
+from ..errors import OutOfMemoryError
+from ..settings import DTYPES, ENTROPY_KINDS, MODES
+
+MODELS, DECODING, SAMPLING, PROMPT, OUTPUT = "Models", "Decoding", "Sampling", "Prompt", "Output"
+
+
+def shown(setting: str) -> str:
+    """A setting's default, for the help."""
+    return str(DEFAULTS[setting])
+
+
+def option(*names: str, panel: str, help: str, default: str | None = None, metavar: str | None = None) -> Any:
+    """An option without a default of its own: not given is None, and `config` knows the `default` that help tells."""
+    if default is not None:
+        help = f"{help} [default: {default}]"
+    return typer.Option(*names, rich_help_panel=panel, help=help, show_default=False, metavar=metavar)
+
+
+# --- models ---------------------------------------------------------------------------------------------------------
+
+Target = Annotated[
+    str | None,
+    option(
+        "--target", panel=MODELS, default=shown("target"), help="Target model: alias, folder, hub id or .gguf file."
+    ),
+]
+Draft = Annotated[
+    str | None,
+    option(
+        "--draft",
+        panel=MODELS,
+        default="the target's pair",
+        help="Draft model, or 'lookup' to copy from the text instead of running one.",
+    ),
+]
+Dtype = Annotated[
+    str | None, option("--dtype", panel=MODELS, default=shown("dtype"), help=f"Weights: {', '.join(DTYPES)}.")
+]
+DeviceMap = Annotated[
+    str | None,
+    option(
+        "--device-map",
+        panel=MODELS,
+        default=shown("device_map"),
+        help="auto, a device such as cpu or cuda:0, or a YAML file that maps modules to devices.",
+    ),
+]
+DraftDevice = Annotated[
+    str | None,
+    option("--draft-device", panel=MODELS, default="planned with the target", help="Device of the draft model."),
+]
+MaxMemory = Annotated[
+    list[str] | None,
+    option(
+        "--max-memory", panel=MODELS, metavar="DEVICE=SIZE", help="Limit a device, as cpu=20GB,0=40GB. May be repeated."
+    ),
+]
+OffloadFolder = Annotated[
+    Path | None,
+    option("--offload-folder", panel=MODELS, help="Keep weights that fit nowhere else in this folder (slow)."),
+]
+Offline = Annotated[bool | None, option("--offline/--no-offline", panel=MODELS, help="Use only what is cached.")]
+TrustRemoteCode = Annotated[
+    bool | None,
+    option("--trust-remote-code/--no-trust-remote-code", panel=MODELS, help="Run Python code that comes with a model."),
+]
+AllowMissingWeights = Annotated[
+    bool | None,
+    option(
+        "--allow-missing-weights/--no-allow-missing-weights",
+        panel=MODELS,
+        help="Go on when a model's files lack weights, which then are random.",
+    ),
+]
+
+# --- decoding -------------------------------------------------------------------------------------------------------
+
+Mode = Annotated[
+    str | None,
+    option(
+        "--mode",
+        panel=DECODING,
+        default=shown("mode"),
+        help=f"{', '.join(MODES)}: FLy is lossy on purpose; exact gives the target's own text; target drafts nothing.",
+    ),
+]
+DraftTokens = Annotated[
+    int | None,
+    option(
+        "--draft-tokens", "-k", panel=DECODING, default=shown("draft_tokens"), help="Tokens drafted a round at most."
+    ),
+]
+WindowSize = Annotated[
+    int | None,
+    option(
+        "--window-size",
+        "-w",
+        panel=DECODING,
+        default=shown("window_size"),
+        help="Drafted tokens that must all match after a mismatch for it to be kept.",
+    ),
+]
+EntropyThreshold = Annotated[
+    float | None,
+    option(
+        "--entropy-threshold",
+        "--theta",
+        panel=DECODING,
+        default="0.3, normalized 0.05",
+        help="Keep a mismatch only where the target's entropy is at least this.",
+    ),
+]
+Entropy = Annotated[
+    str | None,
+    option(
+        "--entropy",
+        panel=DECODING,
+        default=shown("entropy"),
+        help=f"{' or '.join(ENTROPY_KINDS)}: nats over the likeliest tokens, or a share of the greatest possible.",
+    ),
+]
+EntropyTopK = Annotated[
+    int | None,
+    option(
+        "--entropy-top-k",
+        panel=DECODING,
+        default=shown("entropy_top_k"),
+        help="Likeliest tokens that topk entropy sums.",
+    ),
+]
+StrictFirst = Annotated[
+    int | None,
+    option(
+        "--strict-first", panel=DECODING, default=shown("strict_first"), help="First new tokens that keep no mismatch."
+    ),
+]
+DraftLookup = Annotated[
+    bool | None,
+    option(
+        "--draft-lookup/--no-draft-lookup",
+        panel=DECODING,
+        default="draft-lookup",
+        help="Speed up the draft model by copying repeated text.",
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    option(
+        "--max-new-tokens", "-n", panel=DECODING, default=shown("max_new_tokens"), help="Length limit of the answer."
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    option("--stop", panel=DECODING, metavar="TEXT", help="Text that ends the answer. May be repeated."),
+]
+StopToken = Annotated[
+    list[str] | None,
+    option(
+        "--stop-token",
+        panel=DECODING,
+        metavar="TOKEN",
+        help="Further token, as text or id, that ends the answer. May be repeated.",
+    ),
+]
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+Temperature = Annotated[
+    float | None,
+    option("--temperature", panel=SAMPLING, default="0, greedy", help="Randomness of the choice."),
+]
+TopP = Annotated[
+    float | None,
+    option("--top-p", panel=SAMPLING, default="1, off", help="Choose among the likeliest tokens of this total share."),
+]
+TopK = Annotated[
+    int | None, option("--top-k", panel=SAMPLING, default="0, off", help="Choose among this many likeliest tokens.")
+]
+Seed = Annotated[
+    int | None,
+    option("--seed", panel=SAMPLING, default="drawn anew", help="The same seed and settings give the same text."),
+]
+
+# --- prompt ---------------------------------------------------------------------------------------------------------
+
+System = Annotated[str | None, option("--system", "-s", panel=PROMPT, help="System message of the chat.")]
+Raw = Annotated[bool | None, option("--raw/--no-raw", panel=PROMPT, help="Send the prompt without a chat template.")]
+ChatTemplate = Annotated[
+    Path | None, option("--chat-template", panel=PROMPT, help="File with a Jinja chat template to use.")
+]
+
+# --- output ---------------------------------------------------------------------------------------------------------
+
+Color = Annotated[
+    str | None, option("--color", panel=OUTPUT, default=shown("color"), help="Colours: auto, always or never.")
+]
+ShowRejected = Annotated[
+    bool | None,
+    option("--show-rejected/--no-show-rejected", panel=OUTPUT, help="Keep rejected tokens on the screen, struck out."),
+]
+ShowSpecial = Annotated[
+    bool | None, option("--show-special/--no-show-special", panel=OUTPUT, help="Show special tokens in the text.")
+]
+Quiet = Annotated[bool | None, option("--quiet/--no-quiet", "-q", panel=OUTPUT, help="Only the answer, and errors.")]
+Verbose = Annotated[
+    bool | None,
+    option("--verbose/--no-verbose", "-v", panel=OUTPUT, help="Also placement, settings and a line for each round."),
+]
+ConfigFile = Annotated[
+    Path | None,
+    option(
+        "--config", panel=OUTPUT, default="FLY_CONFIG, else the user's config folder", help="YAML file of settings."
+    ),
+]
+
+
+def configure(parameters: Mapping[str, Any], file: Path | None) -> Config:
+    """All layers of configuration under the flags among a command's `parameters`."""
+    flags = {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in parameters.items()
+        if name in TYPES and value not in (None, [], ())
+    }
+    if "max_memory" in flags:
+        flags["max_memory"] = parse_max_memory(flags["max_memory"])
+    return load_config(flags, environment=os.environ, default_file=default_config_file(), file=file)
+
+
+def default_config_file() -> Path:
+    return Path(typer.get_app_dir("fly")) / "config.yaml"
+
+
+def format_values(values: Mapping[str, Value]) -> list[str]:
+    """A line for each setting, in the form of a config file, with its origin as a comment."""
+    lines = {name: f"{name}: {json.dumps(value.value, ensure_ascii=False)}" for name, value in values.items()}
+    width = min(40, max(len(line) for line in lines.values()))
+    return [f"{line:{width}}  # {values[name].origin}" for name, line in lines.items()]
+
+
+@contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Memory that runs out while `doing` something is an error that the user can act on, not a bug."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        size = f" ({' '.join(str(error).split())[:200]})" if str(error) else ""
+        raise OutOfMemoryError(
+            f"memory ran out while {doing}{size}",
+            hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
+        ) from error
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether it is Python's or torch's way to say so (told by name, so that torch need not be imported)."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and ("OutOfMemoryError" in kinds or "can't allocate memory" in str(error) or "not enough memory" in str(error))
+    )

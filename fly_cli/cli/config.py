@@ -1,0 +1,35 @@
+"""`fly config show`: the effective settings, and where each came from."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import typer
+
+from ..catalog import load_catalog
+from ..config import resolve
+from ..render import write
+from . import common
+
+app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+
+
+@app.callback()
+def config() -> None:
+    """Look at the configuration."""
+
+
+@app.command()
+def show(config: common.ConfigFile = None) -> None:
+    """Print every setting with its origin, as YAML that can be copied into a config file."""
+    layers = common.configure({}, config)
+    settings = resolve(layers, load_catalog(layers.aliases, layers.pairs))
+    read = layers.file or f"{common.default_config_file()} (there is none)"
+    lines = [f"# file: {read}", *common.format_values(settings.values)]
+    for name, table in (("aliases", layers.aliases), ("pairs", layers.pairs)):
+        if table:
+            lines.append(f"{name}: {json.dumps(table, ensure_ascii=False)}")
+    write(sys.stdout, "".join(line + "\n" for line in lines))
+    for note in settings.notes:
+        print(f"note: {note}", file=sys.stderr)

@@ -1,0 +1,115 @@
+"""The process around a command: signals, standard streams, and a reader that has gone away."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import IO
+
+STDOUT = 1  # its descriptor
+
+
+class Interruption:
+    """Turns the first Ctrl-C or SIGTERM into `KeyboardInterrupt`; a second one kills at once.
+
+    It also remembers: libraries swallow the exception or turn it into another one, above all while they are
+    being imported. `check` raises it again.
+    """
+
+    def __init__(self) -> None:
+        self.received: int | None = None  # the signal's number
+        self._deferred = False
+
+    def arrive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(number, signal.SIG_DFL)
+        if not self._deferred:
+            raise KeyboardInterrupt
+
+    def check(self) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def deferred(self) -> Iterator[None]:
+        """What is done inside is done to its end: text is shown whole or not at all."""
+        self._deferred = True
+        try:
+            yield
+        finally:
+            self._deferred = False
+        self.check()
+
+
+interruption = Interruption()
+
+
+@contextmanager
+def handled_signals() -> Iterator[Interruption]:
+    """Signals go to `interruption`, and back to where they went before."""
+    interruption.received = None
+    try:
+        before = {number: signal.signal(number, interruption.arrive) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not in the main thread: signals are the host program's own business
+        yield interruption
+        return
+    try:
+        yield interruption
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def prepare_streams() -> None:
+    """Make the standard streams usable: UTF-8 whatever the locale, and present even when closed from the start.
+
+    A closed descriptor must be taken, or the next file opened would get its number and be written into. In
+    place of stdout comes a pipe without a reader, so that writing to it fails as it does after `| head`.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, STDOUT)
+        if writer != STDOUT:
+            os.close(writer)
+        sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8", errors=errors)
+
+
+def decoded(arguments: Sequence[str]) -> list[str]:
+    """The arguments as UTF-8, whatever the locale; bytes that are not UTF-8 stay lone surrogates."""
+    return [os.fsencode(argument).decode("utf-8", "surrogateescape") for argument in arguments]
+
+
+def reader_is_gone(stream: IO[str]) -> bool:
+    """Whether what is written to `stream` would reach nobody (the other end of a pipe is closed)."""
+    if not hasattr(select, "poll"):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+        return any(event & (select.POLLERR | select.POLLNVAL) for _, event in poll.poll(0))
+    except (OSError, ValueError):  # not a real file
+        return False
+
+
+def discard_output() -> None:
+    """Send what is still buffered, and all that follows, nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            os.dup2(nowhere, stream.fileno())
+        except (OSError, ValueError):  # not a real file
+            continue
+    os.close(nowhere)

@@ -1,0 +1,272 @@
+"""Ctrl-C, SIGTERM, readers that go away, closed streams and odd encodings, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and terminals")
+
+HELPERS = Path(__file__).with_name("cli_helpers.py")
+PATIENCE = 20.0  # seconds, for a busy machine
+SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
+
+
+class Process:
+    """`fly` on a scene, with pipes or on a terminal."""
+
+    def __init__(self, tmp_path: Path, scene: str, *arguments: str, terminal: bool = False, **environment: str) -> None:
+        self.marker = tmp_path / "marker"
+        self.marker.unlink(missing_ok=True)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("FLY_")}
+        variables = (
+            clean | {"MARKER": str(self.marker), "XDG_CONFIG_HOME": str(tmp_path), "TERM": "xterm"} | environment
+        )
+        self.master: int | None = None
+        output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        if terminal:
+            self.master, slave = os.openpty()
+            output = {"stdout": slave, "stderr": slave}
+        self.process = subprocess.Popen(
+            [sys.executable, str(HELPERS), scene, *arguments], stdin=subprocess.DEVNULL, env=variables, **output
+        )
+        if terminal:
+            os.close(slave)
+        self.screen = b""
+
+    def wait_for_marker(self) -> None:
+        end = time.monotonic() + PATIENCE
+        while not self.marker.exists():
+            assert time.monotonic() < end, "the scene never got there"
+            assert self.process.poll() is None, "the process ended early"
+            self._drain(0.01)
+
+    def _drain(self, seconds: float) -> bool:
+        """Read what the terminal has; False at its end."""
+        if self.master is None:
+            time.sleep(seconds)
+            return True
+        if select.select([self.master], [], [], seconds)[0]:
+            try:
+                data = os.read(self.master, 1 << 16)
+            except OSError:  # the other side is closed
+                return False
+            self.screen += data
+            return bool(data)
+        return True
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        self.wait_for_marker()
+        time.sleep(0.05)
+        self.process.send_signal(number)
+
+    def finish(self) -> tuple[int, str, str]:
+        """Exit code, stdout and stderr (the screen and "" on a terminal)."""
+        if self.master is not None:
+            end = time.monotonic() + PATIENCE
+            while self._drain(0.1):
+                assert time.monotonic() < end, "the process did not end"
+            os.close(self.master)
+            return self.process.wait(PATIENCE), self.screen.decode(), ""
+        out, err = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, out.decode(), err.decode()
+
+
+def run_scene(tmp_path: Path, scene: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    return Process(tmp_path, scene, *arguments, **environment).finish()
+
+
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+@pytest.mark.parametrize("scene", ["importing", "loading", "prefill", "swallowing"])
+def test_a_signal_before_the_first_token_ends_the_run_with_one_line(
+    tmp_path: Path, scene: str, number: int, code: int, word: str
+) -> None:
+    process = Process(tmp_path, scene, "generate", "hi")
+    process.interrupt(number)
+    assert process.finish() == (code, "", f"{word}\n")
+
+
+@pytest.mark.parametrize(
+    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
+)
+def test_a_signal_while_streaming_keeps_the_text_and_ends_it_with_a_newline(
+    tmp_path: Path, number: int, code: int, word: str
+) -> None:
+    process = Process(tmp_path, "streaming", "generate", "hi")
+    process.interrupt(number)
+    returned, out, err = process.finish()
+    assert (returned, err) == (code, f"{word}\n")
+    words = out.removesuffix("\n").split()
+    assert 2 <= len(words) < 500 and words == [f"w{i}" for i in range(len(words))]
+    assert out.endswith(" \n")
+
+
+def test_text_held_back_for_a_stop_string_is_printed_when_interrupted(tmp_path: Path) -> None:
+    process = Process(tmp_path, "holding", "generate", "--stop", "please", "hi")
+    process.interrupt()
+    assert process.finish() == (130, "one pleas\n", "interrupted\n")
+
+
+def test_an_interrupted_json_run_is_a_valid_object_with_the_text_so_far(tmp_path: Path) -> None:
+    process = Process(tmp_path, "streaming", "generate", "--json", "hi")
+    process.interrupt()
+    code, out, err = process.finish()
+    value = json.loads(out)
+    assert code == 130 and err.splitlines()[-1] == "interrupted"
+    assert value["finish_reason"] == "interrupted" and value["text"].startswith("w0 w1 w2 ")
+
+
+def test_an_interrupted_trace_can_be_replayed(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    process = Process(tmp_path, "drafted", "generate", "--trace", str(path), "hi")
+    process.interrupt()
+    _, out, _ = process.finish()
+    code, again, _ = run_scene(tmp_path, "drafted", "replay", str(path))
+    assert (code, again) == (0, out)
+
+
+@pytest.mark.parametrize("scene", ["importing", "loading", "prefill", "streaming", "drafted"])
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, scene: str, number: int, code: int) -> None:
+    process = Process(tmp_path, scene, "generate", "hi", terminal=True)
+    process.interrupt(number)
+    returned, screen, _ = process.finish()
+    assert returned == code
+    assert cursor_is_visible(screen)
+    assert colours_are_reset(screen)
+    assert screen.endswith("interrupted\r\n" if code == 130 else "terminated\r\n")
+
+
+@pytest.mark.parametrize("scene", ["failing", "out_of_memory"])
+def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path, scene: str) -> None:
+    code, screen, _ = Process(tmp_path, scene, "generate", "hi", terminal=True).finish()
+    assert code == 1
+    assert cursor_is_visible(screen) and colours_are_reset(screen)
+
+
+def cursor_is_visible(screen: str) -> bool:
+    return screen.rfind(HIDE_CURSOR) <= screen.rfind(SHOW_CURSOR)
+
+
+def colours_are_reset(screen: str) -> bool:
+    codes = [part.split("m")[0] for part in screen.split("\x1b[")[1:] if part.split("m")[0].replace(";", "").isdigit()]
+    return not codes or codes[-1] == "0"
+
+
+def test_a_second_interrupt_kills_at_once(tmp_path: Path) -> None:
+    process = Process(tmp_path, "stubborn", "generate", "hi")
+    process.interrupt()
+    time.sleep(0.3)
+    assert process.process.poll() is None
+    process.process.send_signal(signal.SIGINT)
+    assert process.finish()[0] == -signal.SIGINT
+
+
+def test_failure_in_the_loop_ends_the_process_with_the_text_so_far(tmp_path: Path) -> None:
+    began = time.monotonic()
+    code, out, err = run_scene(tmp_path, "out_of_memory", "generate", "-q", "hi")
+    assert (code, out) == (1, "one two \n")
+    assert err.startswith("error: memory ran out while decoding\n\nhint: ")
+    assert time.monotonic() - began < PATIENCE
+
+
+# --- pipes ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"], ["-v"]], ids=["text", "json", "verbose"])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_goes_away_ends_the_run_in_silence(tmp_path: Path, flags: list[str], unbuffered: str) -> None:
+    process = Process(tmp_path, "streaming", "generate", "-q", *flags[:0], "hi", PYTHONUNBUFFERED=unbuffered)
+    if flags == ["--json"]:
+        process.process.kill()
+        process.finish()
+        process = Process(tmp_path, "streaming", "generate", "-q", "--json", "hi", PYTHONUNBUFFERED=unbuffered)
+        process.wait_for_marker()
+    assert process.process.stdout is not None and process.process.stderr is not None
+    if flags != ["--json"]:
+        assert process.process.stdout.read(5) == b"w0 w1"
+    process.process.stdout.close()
+    assert process.process.wait(PATIENCE) == 141
+    assert process.process.stderr.read() == b""
+    process.process.stderr.close()
+
+
+def test_stdout_closed_from_the_start_is_a_reader_that_is_gone(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    command = f'"{sys.executable}" "{HELPERS}" at_once generate hi >&-'
+    done = subprocess.run(
+        ["sh", "-c", command], env=os.environ | {"MARKER": str(marker)}, capture_output=True, stdin=subprocess.DEVNULL
+    )
+    assert (done.returncode, done.stderr) == (141, b"")
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("closed", ["2>&-", "<&-"])
+def test_closed_stderr_or_stdin_changes_nothing(tmp_path: Path, closed: str) -> None:
+    command = f'"{sys.executable}" "{HELPERS}" echo generate hi {closed}'
+    done = subprocess.run(["sh", "-c", command], capture_output=True)
+    assert (done.returncode, done.stdout) == (0, b"'hi'\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
+    command = f'"{sys.executable}" "{HELPERS}" echo generate -q hi >/dev/full'
+    done = subprocess.run(["sh", "-c", command], capture_output=True, stdin=subprocess.DEVNULL, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: No space left on device\n\nhint: ")
+
+
+def test_the_answer_arrives_in_the_pipe_while_the_run_goes_on(tmp_path: Path) -> None:
+    process = Process(tmp_path, "streaming", "generate", "-q", "hi")
+    assert process.process.stdout is not None
+    assert process.process.stdout.read(3) == b"w0 "
+    assert process.process.poll() is None
+    process.process.kill()
+    process.finish()
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
+    ids=["cp1252", "C"],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"], ["--color", "always"]], ids=["text", "json", "colour"])
+def test_output_is_utf8_whatever_the_locale(tmp_path: Path, environment: Mapping[str, str], flags: list[str]) -> None:
+    code, out, _ = run_scene(tmp_path, "unicode", "generate", *flags, "hi", **environment)
+    assert code == 0
+    assert "😀" in out and "한" in out
+
+
+def test_an_argument_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert run_scene(tmp_path, "echo", "generate", "-q", "→ é", **environment) == (0, "'→ é'\n", "")
+
+
+def test_the_help_needs_less_than_half_a_second_of_computing() -> None:
+    best = min(cpu_seconds([sys.executable, "-m", "fly_cli", "--help"]) for _ in range(3))
+    assert best < 0.5
+
+
+def cpu_seconds(command: list[str]) -> float:
+    """User and system time, which a busy machine does not change as it does the wall clock."""
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, _, usage = os.wait4(process.pid, 0)
+    process.returncode = 0
+    return usage.ru_utime + usage.ru_stime
+
+
+@pytest.fixture(autouse=True)
+def _no_leftovers() -> Iterator[None]:
+    yield
