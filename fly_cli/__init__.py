@@ -9,14 +9,16 @@
 Names load on first use, so that importing the package (and starting the command) does not import torch.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .api import Generation, generate
     from .decode import decode
     from .errors import FlyError
     from .events import Drafted, Event, Finished, Origin, Round, Started, Token
-    from .generate import Generation, generate
     from .models import Pair, load_pair
     from .prompts import Prompt
     from .settings import DecodeSettings, ModelSettings, TextSettings
@@ -49,10 +51,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "api": ["Generation", "generate"],
     "decode": ["decode"],
     "errors": ["FlyError"],
     "events": ["Drafted", "Event", "Finished", "Origin", "Round", "Started", "Token"],
-    "generate": ["Generation", "generate"],
     "models": ["Pair", "load_pair"],
     "prompts": ["Prompt"],
     "settings": ["DecodeSettings", "ModelSettings", "TextSettings"],
@@ -68,6 +70,17 @@ def __getattr__(name: str) -> Any:
         globals()[name] = value
         return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _Package(ModuleType):
+    """Keeps the import of a submodule (`fly_cli.decode`) from hiding the public name that it shares (`decode`)."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __dir__() -> list[str]:
