@@ -42,12 +42,12 @@ class Commentary:
             case Drafted() | Finished():
                 pass
 
-    def close(self) -> None:
-        """Say what was delayed, and the closing line."""
+    def close(self, unfinished: str = "interrupted") -> None:
+        """Say what was delayed, and the closing line; `unfinished` is the reason for a run without `Finished`."""
         for line in self._delayed:
             self._say(line)
         self._delayed = []
-        self._say(format_closing_line(self._tally.summary()))
+        self._say(format_closing_line(self._tally.summary(), unfinished))
 
     def _lines(self, event: Round) -> Iterator[str]:
         if self._verbose:
@@ -69,9 +69,9 @@ def roles_of(settings: Mapping[str, Any]) -> list[Origin]:
     return [origin for origin in Origin if origin is not Origin.DEFERRED or settings.get("mode", "fly") == "fly"]
 
 
-def format_closing_line(summary: Summary) -> str:
+def format_closing_line(summary: Summary, unfinished: str = "interrupted") -> str:
     """One line: tokens, speed, acceptance, deferred tokens, time to first token, where the time went."""
-    reason = summary.finish_reason or "interrupted"
+    reason = summary.finish_reason or unfinished
     parts = [f"{count(summary.num_new_tokens, 'token')} ({reason})"]
     if summary.decode_tps is not None:
         parts.append(f"{summary.decode_tps:.1f} tokens/s")

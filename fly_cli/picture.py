@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from io import StringIO
+from itertools import groupby
 from pathlib import Path
 
 from rich.console import Console
@@ -14,7 +15,7 @@ from .commentary import format_closing_line, roles_of
 from .errors import FlyError
 from .events import Event, Started
 from .graphemes import visible, visible_line
-from .render import Released, merge_clusters
+from .render import Released, bracketed, merge_clusters
 from .stats import summarize
 from .theme import LEGEND, THEME
 
@@ -58,6 +59,6 @@ def draw_answer(events: Sequence[Event], show_rejected: bool) -> Text:
     released = Released("kept" if show_rejected else "no")
     pieces = [piece for event in events for piece in released.take(event)] + released.rest()
     answer = Text()
-    for text, role in merge_clusters(pieces):
-        answer.append(visible(text), THEME[role])
+    for role, run in groupby(merge_clusters(map(bracketed, pieces)), key=lambda piece: piece.role):
+        answer.append("".join(visible(piece.text) for piece in run), THEME[role])
     return answer

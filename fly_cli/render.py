@@ -176,7 +176,9 @@ class TerminalRenderer:
 
     def handle(self, event: Event) -> None:
         self._last = self._last or ""
-        released = [self._bracket(piece) for piece in self._released.take(event)]
+        released = self._released.take(event)
+        if self._show_rejected:
+            released = [bracketed(piece, self._unicode) for piece in released]
         self._unsettled = [piece for piece in self._unsettled if not self._is_passing(piece)] + released
         if isinstance(event, Drafted):
             holding = self._released.holding  # a gap would gape between the text and the preview
@@ -196,12 +198,6 @@ class TerminalRenderer:
 
     def _is_passing(self, piece: Piece) -> bool:
         return piece.role == REJECTED and not self._show_rejected
-
-    def _bracket(self, piece: Piece) -> Piece:
-        if piece.role != REJECTED or not self._show_rejected:
-            return piece
-        newline = "↵" if self._unicode else "\\n"
-        return Piece(f"[-{piece.text.replace(chr(10), newline)}-]", REJECTED)
 
     def _frame(self, preview: Sequence[Piece] = (), *, last: bool = False) -> None:
         """Erase what was drawn ahead, settle what can be, and draw the rest and the preview ahead."""
@@ -265,6 +261,14 @@ class TerminalRenderer:
         if not self._show_controls:
             return list(pieces)
         return [Piece(shown, role) for text, role in pieces for shown in clusters(visible(text, self._unicode))]
+
+
+def bracketed(piece: Piece, unicode: bool = True) -> Piece:
+    """A rejected piece in brackets, on one line; any other as it is."""
+    if piece.role != REJECTED:
+        return piece
+    text = piece.text.replace("\n", "↵" if unicode else "\\n")
+    return Piece(f"[-{text}-]", REJECTED)
 
 
 def merge_clusters(pieces: Iterable[Piece]) -> list[Piece]:

@@ -7,99 +7,122 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..commentary import Commentary
 from ..config import OutputSettings
 from ..errors import UsageError
 from ..events import Drafted, Event, Finished, Round, Started
-from ..graphemes import visible_line
-from ..render import Released, make_renderer, write
+from ..render import make_renderer, write
 from ..settings import check_range
-from ..stats import summarize
 from ..theme import decide_color
-from ..trace import Rejudged, read_trace, rejudge
+from ..trace import Rejudged, Trace, read_trace, rejudge
 from .common import OUTPUT, Color, ConfigFile, Quiet, ShowRejected, Verbose, configure, option
+from .process import interruption
+from .results import Result
+from .talk import Talk
 
-REJUDGE = "Judging again"
+JUDGING = "Judging again"
 LONGEST_PAUSE = 3600.0  # seconds
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that `--trace` wrote.", show_default=False)],
+    context: typer.Context,
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="File that --trace wrote.", show_default=False)],
     entropy_threshold: Annotated[
         float | None,
-        option("--entropy-threshold", "--theta", panel=REJUDGE, default="as recorded", help="Entropy to keep from."),
+        option(
+            "--entropy-threshold",
+            "--theta",
+            panel=JUDGING,
+            default="as recorded",
+            help="Keep a mismatch only where the target's entropy is at least this.",
+        ),
     ] = None,
     window_size: Annotated[
         int | None,
-        option("--window-size", "-w", panel=REJUDGE, default="as recorded", help="Clean tokens after a kept mismatch."),
+        option(
+            "--window-size",
+            "-w",
+            panel=JUDGING,
+            default="as recorded",
+            help="Drafted tokens that must all match after a mismatch for it to be kept.",
+        ),
     ] = None,
     speed: Annotated[
         float,
-        typer.Option(rich_help_panel=OUTPUT, help="1 replays at the recorded pace, 2 twice as fast, 0 at once."),
+        option("--speed", panel=OUTPUT, default="0", help="1 is the recorded pace, 2 twice that, 0 without a pause."),
     ] = 0.0,
-    svg: Annotated[Path | None, option("--svg", panel=OUTPUT, help="Also draw the answer into this SVG file.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", rich_help_panel=OUTPUT, help="One JSON object.")] = False,
+    svg: Annotated[
+        Path | None, option("--svg", panel=OUTPUT, help="Also draw the answer in its colours into this SVG file.")
+    ] = None,
+    as_json: Annotated[
+        bool, option("--json", panel=OUTPUT, help="One JSON object: text, figures, tokens, settings.")
+    ] = False,
     color: Color = None,
     show_rejected: ShowRejected = None,
     quiet: Quiet = None,
     verbose: Verbose = None,
     config: ConfigFile = None,
 ) -> None:
-    """Show a recorded run again, in the same colours, without any model.
+    """Show a recorded run again, in the same colours and without any model.
 
     With another entropy threshold or window size the recorded evidence is judged again, as far as it goes: up to
     the first round that would have committed other tokens.
     """
-    flags = {"color": color, "show_rejected": show_rejected, "quiet": quiet, "verbose": verbose}
+    flags = {name: context.params[name] for name in ("color", "show_rejected", "quiet", "verbose")}
     output: OutputSettings = configure(flags, config).group(OutputSettings)
     check_range("speed", speed, 0.0)
-    check_range("entropy_threshold", entropy_threshold or 0.0, 0.0)
-    check_range("window_size", window_size or 0, 0)
+    if entropy_threshold is not None:
+        check_range("entropy_threshold", entropy_threshold, 0.0)
+    if window_size is not None:
+        check_range("window_size", window_size, 0)
 
     recorded = read_trace(trace)
-    runs: list[Sequence[Event]] = list(recorded.runs())
     others: list[Rejudged] = []
     if entropy_threshold is not None or window_size is not None:
-        others = [rejudge(run, entropy_threshold=entropy_threshold, window_size=window_size) for run in runs]
-        runs = [other.events for other in others]
+        others = [rejudge(run, entropy_threshold=entropy_threshold, window_size=window_size) for run in recorded.runs()]
+    runs = [other.events for other in others] if others else recorded.runs()
     if (as_json or svg) and len(runs) != 1:
-        raise UsageError(f"the trace has {len(runs)} runs, and `--json` and `--svg` take one", hint="leave them out")
-    notes = [*recorded.notes, *(other.describe() for other in others)]
+        raise UsageError(
+            f"the trace has {len(runs)} runs, and `--json` and `--svg` take one", hint="record that run by itself"
+        )
     if svg:
-        from ..picture import export_svg  # rich's console takes a while to import
+        from ..picture import export_svg  # needs all of rich, which takes a while
 
         export_svg(runs[0], svg, title=f"fly replay {trace.name}", show_rejected=output.show_rejected)
     if as_json:
-        write(sys.stdout, json.dumps(as_object(runs[0], others, notes), allow_nan=False) + "\n")
+        write(sys.stdout, json.dumps(as_object(runs[0], recorded, others), ensure_ascii=False, allow_nan=False) + "\n")
         return
+    talk = Talk(output)
     for run in runs:
-        show(run, output, speed)
-    if not output.quiet:
-        for note in notes:
-            write(sys.stderr, f"note: {visible_line(note)}\n")
+        show(run, output, talk, speed, ended(others))
+    for note in (*recorded.notes, *(other.describe() for other in others)):
+        talk.note(note)
 
 
-def show(run: Sequence[Event], output: OutputSettings, speed: float) -> None:
+def show(run: Sequence[Event], output: OutputSettings, talk: Talk, speed: float, unfinished: str) -> None:
     """Render one run: the answer to stdout, the talk to stderr."""
     policy = decide_color(output.color, sys.stdout.isatty(), os.environ)
-    talk_policy = decide_color(output.color, sys.stderr.isatty(), os.environ)
-    same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
-    commentary = None
-    if not output.quiet:
-        commentary = Commentary(sys.stderr, talk_policy, verbose=output.verbose, delay=same_terminal)
-    with closing(make_renderer(sys.stdout, policy, show_rejected=output.show_rejected)) as renderer:
+    renderer = make_renderer(sys.stdout, policy, show_rejected=output.show_rejected)
+    commentary = talk.commentary(plain=not policy.cues)
+    try:
         for event in paced(run, speed):
-            if commentary:
-                commentary.handle(event)
-            renderer.handle(event)
-    if commentary:
-        commentary.close()
+            with interruption.deferred():
+                for sink in (*commentary, renderer):
+                    sink.handle(event)
+    finally:
+        with interruption.deferred():
+            renderer.close()
+    for sink in commentary:
+        sink.close(unfinished)
+
+
+def ended(others: Sequence[Rejudged]) -> str:
+    """Why a run without `Finished` ends where it does."""
+    return "diverged" if any(other.divergence for other in others) else "interrupted"
 
 
 def paced(run: Sequence[Event], speed: float) -> Iterator[Event]:
@@ -123,17 +146,17 @@ def seconds_to(event: Event, following: Event | None) -> float:
             return 0.0
 
 
-def as_object(run: Sequence[Event], others: Sequence[Rejudged], notes: Sequence[str]) -> dict[str, Any]:
-    """The run's text, figures and settings, and what came of other rules, as JSON values."""
-    released = Released()
-    pieces = [piece for event in run for piece in released.take(event)] + released.rest()
-    started = next(event for event in run if isinstance(event, Started))
-    value = {
-        "text": "".join(piece.text for piece in pieces),
-        **summarize(run).as_json(),
-        "settings": dict(started.settings),
-        "notes": list(notes),
-    }
-    for other in others:
-        value["rejudged"] = other.as_json()
+def as_object(run: Sequence[Event], recorded: Trace, others: Sequence[Rejudged]) -> dict[str, Any]:
+    """The run as `generate --json` shows it, without what only the models know; `rejudged` says what other rules do."""
+    result = Result()
+    for event in run:
+        result.handle(event)
+    result.close()
+    started = run[0]
+    assert isinstance(started, Started), "a run begins with its start"
+    value = result.as_json(started.prompt_id, ended(others))
+    value["notes"] += recorded.notes
+    value |= {"tokens": result.tokens, "settings": {"decode": result.settings}}
+    if others:
+        value["rejudged"] = others[0].as_json()
     return value
