@@ -119,7 +119,7 @@ class CachedModel:
         """Read one token and look at the cache: only then does each layer know whether it can be rewound."""
         refused = UnsupportedModelError(
             f"`{self.name}` (model type `{self.model.config.model_type}`) has layers whose state cannot be rewound",
-            hint="speculative decoding needs a cache that forgets rejected tokens; use a model with plain attention layers",
+            hint="rejected tokens must leave the cache again; use a model with attention layers only",
         )
         try:
             self._forward([0], 1)

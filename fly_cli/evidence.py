@@ -62,9 +62,7 @@ def measure(
         top_ids=tuple(top_ids),
         entropies=tuple(values),
         allowed=tuple(bool(x) for x in table[3]),
-        protected=tuple(
-            not protected_ids.isdisjoint((draft_ids[j], target_ids[j], top_ids[j])) for j in range(n)
-        ),
+        protected=tuple(not protected_ids.isdisjoint((draft_ids[j], target_ids[j], top_ids[j])) for j in range(n)),
         num_new_tokens=num_new_tokens,
     )
 
@@ -78,9 +76,9 @@ def entropy(logits: Tensor, kind: str, top_k: int) -> Tensor:
     """
     probabilities = logits.float().softmax(dim=-1)
     if kind == "topk":
-        few = probabilities.topk(min(top_k, logits.shape[-1]), dim=-1).values
-        return torch.special.entr(few).sum(dim=-1)
-    return torch.special.entr(probabilities).sum(dim=-1) / math.log(logits.shape[-1])
+        probabilities = probabilities.topk(min(top_k, logits.shape[-1]), dim=-1).values
+    nats: Tensor = torch.special.entr(probabilities).sum(dim=-1)
+    return nats if kind == "topk" else nats / math.log(logits.shape[-1])
 
 
 def to_host(columns: list[Tensor]) -> list[list[float]]:

@@ -10,6 +10,7 @@ from platform import python_version
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -17,10 +18,10 @@ from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
 from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, gigabytes, plan, skeleton
+from .progress import Progress, Silent
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .text import Codec
 from .vocabulary import load_tokenizer, vocabulary_difference
-from .progress import Progress, Silent
 from .weights import Located, locate
 
 
@@ -63,9 +64,7 @@ def load_pair(
     progress = progress or Silent()
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
     names = [settings.target, settings.draft] if with_draft else [settings.target]
-    folders = [
-        locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names
-    ]
+    folders = [locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names]
     paths = [place.path for place in folders]
     trust = settings.trust_remote_code
     if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
@@ -73,9 +72,7 @@ def load_pair(
             f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
             hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
         )
-    skeletons = [
-        skeleton(str(name), path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)
-    ]
+    skeletons = [skeleton(str(name), path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
     with quiet_libraries():
@@ -111,7 +108,7 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         if "can't allocate memory" in str(error):
             raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,9 @@ def free_memory(limits: Mapping[str, str] | None) -> dict[int | str, int]:
         except ValueError as error:
             raise SettingsError(f"`max_memory` of {key} is {size!r}", hint="write sizes as 20GB or 800MB") from error
         if device not in free:
-            raise SettingsError(f"`max_memory` names a device that is not there: {key}", hint=f"there are {list(free)}")
+            raise SettingsError(
+                f"`max_memory` names a device that is not there: {key}", hint=f"there are {', '.join(map(str, free))}"
+            )
         free[device] = min(limit, free[device])
     if limits:  # devices not named are not to be used, as in accelerate
         free = {device: size if str(device) in limits else 0 for device, size in free.items()}
@@ -172,21 +175,25 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
             raise SettingsError(
                 f"the device map does not fit `{target.name}`: {error}", hint="name every module, or use `auto`"
             ) from error
-        for device in device_map.values():
-            if device != "disk":
-                checked_device(device)
+        for named in device_map.values():
+            if named != "disk":
+                checked_device(named)
     else:
-        shares = {device: size - cache // max(1, len(accelerators) or 1) for device, size in free.items()}
-        limits = {device: max(0, size) for device, size in shares.items() if device == "cpu" or isinstance(device, int)}
-        device_map = infer_auto_device_map(
-            target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
-        )
+        # The cache lives where the layers do: leave its share on each accelerator, or all of it on the CPU.
+        share = cache // max(1, len(accelerators))
+        limits = {device: max(0, size - share) for device, size in free.items()}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about buffers of offloaded layers: a few bytes
+            device_map = infer_auto_device_map(
+                target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
+            )
     if "disk" in device_map.values() and not settings.offload_folder:
         room = ", ".join(f"{gigabytes(size)} on {device}" for device, size in free.items())
         raise OutOfMemoryError(
             f"`{target.name}` needs {gigabytes(weights + cache)} ({gigabytes(weights)} weights in "
             f"{str(dtype).removeprefix('torch.')}, {gigabytes(cache)} cache), and what is left is {room}",
-            hint="use a smaller model, `--dtype bfloat16`, `--draft lookup`, or `--offload-folder DIR` to keep the rest on disk (slow)",
+            hint="use a smaller model, `--dtype bfloat16`, `--draft lookup`, or keep the rest on disk (slow) with "
+            "`--offload-folder DIR`",
         )
     return Placement(target.name, device_map, dtype, weights, cache)
 

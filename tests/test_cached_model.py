@@ -90,7 +90,7 @@ def test_logits_equal_an_uncached_forward_through_drafts_and_rejections_at_every
         cached.read(ids + drafted[:2] + [3, 4], last=2)  # copied tokens that are not taken
         rows = cached.read(ids + drafted, last=6)  # as a target verifies
         torch.testing.assert_close(rows, uncached(model, ids + drafted, 6), atol=1e-4, rtol=1e-3)
-        ids += drafted[:rejected_at] + [dice.randrange(100)]
+        ids += [*drafted[:rejected_at], dice.randrange(100)]
     assert len(ids) > 8 * 8  # far past the sliding windows
 
 
@@ -102,7 +102,7 @@ def test_another_prompt_after_a_long_one_starts_from_a_clean_window(name):
     first = list(range(60))
     cached.read(first)
     cached.settle(59)
-    second = first[:30] + [99, 98]
+    second = [*first[:30], 99, 98]
     torch.testing.assert_close(cached.read(second), uncached(model, second, 1), atol=1e-4, rtol=1e-3)
 
 
@@ -114,7 +114,7 @@ def test_a_block_sees_all_that_is_cached_and_nothing_of_the_future(attention):
     cached.read(ids[:20])
     rows = cached.read(ids, last=8)
     torch.testing.assert_close(rows, uncached(model, ids, 8), atol=1e-4, rtol=1e-4)
-    changed = cached.read(ids[:-1] + [200], last=8)
+    changed = cached.read([*ids[:-1], 200], last=8)
     torch.testing.assert_close(changed[:-1], rows[:-1], atol=1e-4, rtol=1e-3)
 
 

@@ -31,7 +31,9 @@ def raw_codec(vocab_rows=VOCAB, **text):
 
 def pair_of(target, draft=None, codec=None):
     codec = codec or raw_codec()
-    cached = [CachedModel(m, name="tiny", vocab_size=codec.vocab_size) if m is not None else None for m in (target, draft)]
+    cached = [
+        CachedModel(m, name="tiny", vocab_size=codec.vocab_size) if m is not None else None for m in (target, draft)
+    ]
     return Pair(cached[0], cached[1], codec, ModelSettings(draft="draft" if draft is not None else LOOKUP))
 
 
@@ -140,9 +142,7 @@ def test_every_token_has_the_origin_of_how_it_got_there():
         return sure(said[index] if index < len(said) else 30)
 
     drafted = [10, 11, 12, 13, 50, 15, 16, 17, 99, 19, 20, 21]
-    events = run(
-        scripted(target, says(drafted, 3)), max_new_tokens=12, draft_tokens=5, window_size=2, strict_first=0
-    )
+    events = run(scripted(target, says(drafted, 3)), max_new_tokens=12, draft_tokens=5, window_size=2, strict_first=0)
     # 10 from prefill | 11 12 13 50 15: the window behind 50 does not fit | 15 16 17 99: no doubt | 19 20 fill the room
     assert ids_of(events) == said
     signs = {"exact": "=", "deferred": "d", "corrected": "C", "bonus": "B", "target": "T"}

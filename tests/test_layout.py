@@ -13,8 +13,7 @@ PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
     {"errors", "events", "progress"},
     {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"},
-    {"text", "vocabulary", "sampling", "evidence", "theme", "graphemes", "render", "commentary", "picture"}
-    | {"trace"},
+    {"text", "vocabulary", "sampling", "evidence", "theme", "graphemes", "render", "commentary", "picture"} | {"trace"},
     {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "models"},
     {"draft", "answer"},
     {"decode"},
@@ -87,6 +86,6 @@ def test_an_unknown_public_name_is_an_attribute_error():
 
 @pytest.mark.parametrize("first", ["fly_cli.api", "fly_cli.decode", "fly_cli"])
 def test_a_public_name_is_no_module_whatever_was_imported_first(first):
-    code = f"import importlib; importlib.import_module({first!r}); from fly_cli import decode; print(type(decode).__name__)"
+    code = f"import {first}\nfrom fly_cli import decode\nprint(type(decode).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "function"

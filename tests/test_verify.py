@@ -1,6 +1,7 @@
-"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` mismatch with a shut gate, `p` protected, `i` impossible."""
+"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` with a shut one, `p` protected, `i` impossible."""
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -178,4 +179,4 @@ def test_fly_never_keeps_fewer_tokens_than_exact_and_never_two_mismatches_in_one
     exact = walk(drawing, Rules(entropy_threshold=None))
     assert len(fly) >= len(exact)
     deferred = [j for j, sign in enumerate(fly[:-1]) if sign == "d"]
-    assert all(b - a > window_size for a, b in zip(deferred, deferred[1:], strict=False))
+    assert all(b - a > window_size for a, b in pairwise(deferred))

@@ -1,0 +1,178 @@
+import json
+import shutil
+
+import pytest
+import torch
+from models_for_tests import byte_tokenizer, tiny_llama
+from safetensors.torch import load_file, save_file
+
+from fly_cli import models
+from fly_cli.api import generate
+from fly_cli.errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from fly_cli.models import load_pair
+from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
+from fly_cli.vocabulary import vocabulary_difference
+
+
+def load(target, draft=LOOKUP, mode="fly", **settings):
+    settings = {"dtype": "float32", "device_map": "cpu"} | settings
+    return load_pair(ModelSettings(target=str(target), draft=str(draft), **settings), TextSettings(raw=True), mode=mode)
+
+
+@pytest.fixture
+def folder(tiny_pair_dirs, tmp_path):
+    """A copy of the target's folder to spoil."""
+    return shutil.copytree(tiny_pair_dirs[0], tmp_path / "model")
+
+
+def test_a_pair_of_folders_loads_and_decodes(tiny_pair_dirs):
+    pair = load(*tiny_pair_dirs)
+    fly = generate(pair, "the an in", DecodeSettings(mode="exact", max_new_tokens=20))
+    plain = generate(pair, "the an in", DecodeSettings(mode="target", max_new_tokens=20))
+    assert [token.id for token in fly.tokens] == [token.id for token in plain.tokens]
+    assert fly.summary.num_draft_tokens > 0
+    assert 383 in pair.codec.stop_ids
+
+
+@pytest.mark.parametrize(("mode", "draft"), [("target", None), ("fly", LOOKUP)])
+def test_a_draft_model_that_is_not_needed_is_not_loaded(tiny_pair_dirs, mode, draft):
+    assert load(tiny_pair_dirs[0], draft or tiny_pair_dirs[1], mode=mode).draft is None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_decodes_on_a_cpu(tiny_pair_dirs, dtype):
+    pair = load(*tiny_pair_dirs, dtype=dtype)
+    assert generate(pair, "abc", DecodeSettings(max_new_tokens=10)).summary.num_new_tokens > 0
+    assert pair.describe()["placement"][0]["dtype"] == dtype
+
+
+def test_a_pair_describes_itself_in_json_values(tiny_pair_dirs):
+    described = json.loads(json.dumps(load(*tiny_pair_dirs).describe()))
+    assert described["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
+    assert described["stop_ids"] == [381, 383] or 383 in described["stop_ids"]
+
+
+def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path):
+    plain = generate(load(tiny_pair_dirs[0]), "abc", DecodeSettings(max_new_tokens=12)).text
+    layers = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    layers |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    pair = load(tiny_pair_dirs[0], device_map=layers, offload_folder=str(tmp_path / "off"))
+    assert generate(pair, "abc", DecodeSettings(max_new_tokens=12)).text == plain
+
+
+def spoil(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def misspell(weights):
+    weights["model.layers.0.mlp.up_prjo.weight"] = weights.pop("model.layers.0.mlp.up_proj.weight")
+
+
+def test_missing_weights_are_an_error_that_names_them(folder):
+    spoil(folder, misspell)
+    with pytest.raises(ModelError, match=r"up_proj\.weight") as caught:
+        load(folder)
+    assert "--allow-missing-weights" in caught.value.hint
+
+
+def test_missing_weights_may_be_allowed(folder):
+    spoil(folder, misspell)
+    assert load(folder, allow_missing_weights=True).target
+
+
+def test_an_output_layer_that_lost_its_tie_is_an_error(tmp_path):
+    tiny_llama(0, tie_word_embeddings=True).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="lm_head"):
+        load(tmp_path)
+
+
+def test_weights_of_another_shape_are_an_error(folder):
+    def shrink(weights):
+        weights["lm_head.weight"] = weights["lm_head.weight"][:, :16].contiguous()
+
+    spoil(folder, shrink)
+    with pytest.raises(ModelError):
+        load(folder)
+
+
+def test_a_truncated_weights_file_is_an_error_in_one_line(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load(folder)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_memory_that_runs_out_while_loading_is_an_error_with_options(tiny_pair_dirs, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(OutOfMemoryError, match=r"loading .*target.* \(.*B\)") as caught:
+        load(tiny_pair_dirs[0])
+    assert caught.value.hint.count(",") >= 2
+
+
+# Vocabularies
+
+
+def other_tokenizer(folder, change):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    change(tokenizer)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
+def swap(tokenizer):
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+
+def test_a_draft_with_other_ids_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
+    other_tokenizer(folder, swap)
+    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("loaded weights"))
+    with pytest.raises(UnsupportedModelError, match="differ in 2 of 384 shared ids") as caught:
+        load(tiny_pair_dirs[0], folder)
+    assert "--draft lookup" in caught.value.hint
+
+
+def test_ids_that_one_side_lacks_and_renamed_special_tokens_do_not_matter(tiny_pair_dirs, folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.chat_template = "other"
+    tokenizer.pad_token = "<|im_start|>"
+    tokenizer.save_pretrained(folder)
+    assert vocabulary_difference(tiny_pair_dirs[0], folder) is None
+    assert vocabulary_difference(folder, tiny_pair_dirs[0]) is None
+
+    def rename(table):
+        for token in table["added_tokens"]:
+            token["content"] = token["content"].replace("im_start", "turn")
+
+    other_tokenizer(folder, rename)
+    assert vocabulary_difference(tiny_pair_dirs[0], folder) is None
+
+
+@pytest.mark.parametrize(("rows", "other"), [(384, 448), (448, 384)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_padded_rows_of_either_model_change_nothing(tiny_pair_dirs, tmp_path, rows, other, temperature):
+    for name, size, seed in (("t", rows, 0), ("d", other, 0)):
+        model = tiny_llama(seed)
+        model.resize_token_embeddings(size, mean_resizing=False)
+        with torch.no_grad():  # padded rows that would win if they could
+            model.lm_head.weight[384:] = 50.0
+        model.save_pretrained(tmp_path / name)
+        byte_tokenizer().save_pretrained(tmp_path / name)
+    pair = load(tmp_path / "t", tmp_path / "d")
+    settings = {"max_new_tokens": 30, "temperature": temperature, "seed": 3}
+    exact = generate(pair, "abc", DecodeSettings(mode="exact", **settings))
+    plain = generate(pair, "abc", DecodeSettings(mode="target", **settings))
+    assert [token.id for token in exact.tokens] == [token.id for token in plain.tokens]
+    assert max(token.id for token in exact.tokens) < 384
+    assert exact.summary.num_accepted_draft_tokens > 0
