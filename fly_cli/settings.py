@@ -97,7 +97,9 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
-                raise SettingsError(f"`{name}` is empty", hint="give an alias (`fly models` lists them), a path or a hub id")
+                raise SettingsError(
+                    f"`{name}` is empty", hint="give an alias (`fly models` lists them), a path or a hub id"
+                )
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON values, names unchanged."""
@@ -132,4 +134,6 @@ def check_range(name: str, value: float, low: float, high: float = math.inf, *, 
     too_low = value <= low if open_low else value < low
     if math.isnan(value) or math.isinf(value) or too_low or value > high:
         upper = "" if high == math.inf else f" and at most {high:g}"
-        raise SettingsError(f"`{name}` is {value}", hint=f"give a number {'above' if open_low else 'of at least'} {low:g}{upper}")
+        raise SettingsError(
+            f"`{name}` is {value}", hint=f"give a number {'above' if open_low else 'of at least'} {low:g}{upper}"
+        )
