@@ -149,9 +149,9 @@ def entry_from(alias: str, table: Mapping[str, Any]) -> Entry:
         raise SettingsError(
             f"`sha256` of alias `{alias}` is not 64 hexadecimal digits", hint="copy it whole, in lower case"
         )
-    if entry.wheels is not None and (entry.sha256 is None or entry.file is None):
+    if entry.wheels is not None and None in (entry.file, entry.bytes, entry.sha256):
         raise SettingsError(
-            f"alias `{alias}` has wheels without `file` and `sha256`",
+            f"alias `{alias}` has wheels without `file`, `bytes` and `sha256`",
             hint="only the sha256 of the joined file is trusted",
         )
     return entry

