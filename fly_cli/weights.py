@@ -332,7 +332,6 @@ def run_conversion(source: Path, folder: Path, progress: Progress) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
         "HF_HUB_OFFLINE": "1",
     }
-    progress.start(f"converting {source.name}", None)
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", f"{__package__}.convert", str(source), str(folder)],
