@@ -93,7 +93,7 @@ def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> t
     """Places for target and draft that fit together.
 
     The draft goes whole onto one device (the accelerator with most room, if it fits there), the target over what
-    is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device that is not there.
+    is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device not there.
     """
     free = free_memory(settings.max_memory)
     draft_place = None
