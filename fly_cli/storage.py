@@ -114,10 +114,10 @@ def watched(folder: Path, expected: int, progress: Progress) -> Iterator[None]:
 
 
 def bytes_in(folder: Path) -> int:
-    """The size of all files under `folder`."""
+    """The size of all files under `folder`, which may come and go meanwhile."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # files come and go
-            if path.is_file() and not path.is_symlink():
-                total += path.stat().st_size
+    for place, _, names in os.walk(folder):  # passes over a folder that has gone
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(place, name)).st_size
     return total

@@ -600,6 +600,29 @@ def test_a_wrong_file_on_the_hub_is_not_used(cache, index, converted, monkeypatc
             locate("tiny", catalog_of(wheel_entry(CONTENT, 4, wheels=None)), cache_dir=cache / "other")
 
 
+def test_a_folder_can_be_measured_while_it_changes(tmp_path):
+    import shutil
+    import threading
+
+    (tmp_path / "stays").write_bytes(b"12345")
+    done = threading.Event()
+
+    def churn():
+        while not done.is_set():
+            (tmp_path / "comes" / "goes").mkdir(parents=True)
+            (tmp_path / "comes" / "goes" / "file").write_bytes(b"123")
+            shutil.rmtree(tmp_path / "comes")
+
+    churning = threading.Thread(target=churn)
+    churning.start()
+    try:
+        sizes = {storage.bytes_in(tmp_path) for _ in range(2000)}
+    finally:
+        done.set()
+        churning.join()
+    assert sizes <= {5, 8}
+
+
 # --- places ---------------------------------------------------------------------------------------------------------
 
 
