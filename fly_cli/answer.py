@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from .events import DraftToken, Finished, FinishReason, Origin, Source, Token
 from .settings import DecodeSettings
-from .text import Codec, StopMatcher
+from .stops import StopMatcher
+from .text import Codec
 
 
 class Answer:

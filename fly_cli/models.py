@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
@@ -73,18 +75,19 @@ def load_pair(
             hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
         )
     skeletons = [skeleton(str(name), path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
+    config = skeletons[0].model.config
+    codec = Codec(
+        load_tokenizer(paths[0], trust_remote_code=trust),
+        settings=text_settings or TextSettings(),
+        end_ids=end_ids(paths[0], config),
+        vocab_rows=config.get_text_config(decoder=True).vocab_size,
+    )
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
     with quiet_libraries():
         models = [
             load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)
         ]
-    codec = Codec(
-        load_tokenizer(paths[0], trust_remote_code=trust),
-        settings=text_settings or TextSettings(),
-        end_ids=end_ids(models[0]),
-        vocab_rows=models[0].config.get_text_config(decoder=True).vocab_size,
-    )
     cached = [
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
@@ -126,11 +129,14 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
     return model.eval()
 
 
-def end_ids(model: Any) -> set[int]:
-    """End-of-sequence ids of the generation config and the model config."""
+def end_ids(folder: Path, config: Any) -> set[int]:
+    """End-of-sequence ids of the folder's generation config and of the model's config."""
     found: set[int] = set()
-    for config in (model.generation_config, model.config.get_text_config(decoder=True)):
-        value = getattr(config, "eos_token_id", None)
+    configs = [config.get_text_config(decoder=True)]
+    if (folder / GENERATION_CONFIG_NAME).is_file():
+        configs.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
+    for one in configs:
+        value = getattr(one, "eos_token_id", None)
         if value is not None:
             found.update([value] if isinstance(value, int) else value)
     return found

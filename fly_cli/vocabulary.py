@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
 from .errors import ModelError
-
-PLACEHOLDER = re.compile(r"\[PAD\d+\]")  # what GGUF files call the rows behind the real vocabulary
+from .text import GGUF_PLACEHOLDER
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
@@ -48,5 +46,5 @@ def vocabulary_difference(target: Path, draft: Path, *, trust_remote_code: bool 
 
 def table_of(tokenizer: Any) -> tuple[dict[int, str], set[int]]:
     """Token strings by id, and the ids of added tokens. Placeholder rows are left out."""
-    words = {i: token for token, i in tokenizer.get_vocab().items() if not PLACEHOLDER.fullmatch(token)}
+    words = {i: token for token, i in tokenizer.get_vocab().items() if not GGUF_PLACEHOLDER.fullmatch(token)}
     return words, set(tokenizer.added_tokens_decoder)

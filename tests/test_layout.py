@@ -13,7 +13,20 @@ PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
     {"errors", "events", "progress"},
     {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"},
-    {"text", "vocabulary", "sampling", "evidence", "theme", "graphemes", "render", "commentary", "picture"} | {"trace"},
+    {
+        "text",
+        "detokenize",
+        "stops",
+        "vocabulary",
+        "sampling",
+        "evidence",
+        "theme",
+        "graphemes",
+        "render",
+        "commentary",
+        "picture",
+    }
+    | {"trace"},
     {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "models"},
     {"draft", "answer"},
     {"decode"},

@@ -15,17 +15,12 @@ from text_helpers import (
 )
 from tokenizers import decoders, models, processors
 
+from fly_cli.detokenize import ByteDetokenizer, PieceDetokenizer, WindowDetokenizer
 from fly_cli.errors import PromptError, SettingsError
 from fly_cli.prompts import Prompt
 from fly_cli.settings import TextSettings
-from fly_cli.text import (
-    ByteDetokenizer,
-    Codec,
-    PieceDetokenizer,
-    StopMatch,
-    StopMatcher,
-    WindowDetokenizer,
-)
+from fly_cli.stops import StopMatch, StopMatcher
+from fly_cli.text import Codec
 
 SCRIPTS = "한국어 ﷽ 😀 👩‍💻 naïve – “ok”\n\tx != y , z ?  'a'"
 DECODERS = {
