@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
 
 import pytest
@@ -34,6 +34,10 @@ class FakePair:
     """What the command line asks of a pair."""
 
     settings: ModelSettings
+
+    @property
+    def codec(self) -> Any:
+        return SimpleNamespace(encode=lambda prompt: SimpleNamespace(template_source="chat_template.jinja"))
 
     def describe(self) -> dict[str, Any]:
         place = {"model": "tiny", "dtype": "float32", "weight_bytes": 12_000_000, "devices": {"cpu": 1}}
@@ -92,7 +96,9 @@ class Outcome:
 class Fly:
     """Runs commands in this process, on scripted events."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], home: Path, *, scripted: bool = True
+    ) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         self.calls = Calls()
         self.piped: TextIO | None = None
@@ -100,7 +106,8 @@ class Fly:
         for name in [name for name in os.environ if name.startswith("FLY_")]:
             monkeypatch.delenv(name)
         self.stdin()
-        self.answers(lambda prompt: DRAFTED_RUN)
+        if scripted:
+            self.answers(lambda prompt: DRAFTED_RUN)
 
     def answers(self, events: Source) -> None:
         for name, module in fake_modules(events, self.calls).items():
@@ -166,6 +173,11 @@ def swallowing(prompt: Prompt) -> Iterator[Event]:
 
 def prefill(prompt: Prompt) -> Iterator[Event]:
     rest()
+    yield from ()
+
+
+def executing(prompt: Prompt) -> Iterator[Event]:
+    exec("rest()")
     yield from ()
 
 

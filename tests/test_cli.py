@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_helpers import DRAFTED_RUN, Fly, Outcome
-from event_helpers import Block, plain, run
+from cli_helpers import Fly, Outcome
+from event_helpers import plain, run
 
 from fly_cli.errors import DecodeError, OutOfMemoryError
 from fly_cli.events import Event
@@ -64,7 +65,7 @@ def test_quiet_silences_stderr_but_not_errors(fly: Fly) -> None:
 
 def test_verbose_tells_placement_settings_with_origins_and_rounds(fly: Fly) -> None:
     lines = fly("generate", "-v", "-n", "40", "hi").err.splitlines()
-    assert "target: tiny, float32, 0.0 GB on cpu" in lines
+    assert "placement: target tiny, float32, 12.0 MB on cpu" in lines
     assert any(line.startswith("max_new_tokens: 40 ") and line.endswith("# --max-new-tokens") for line in lines)
     assert any(line.startswith("window_size: 6 ") and line.endswith("# default") for line in lines)
     assert [line[:8] for line in lines if line.startswith("round ")] == ["round 0:", "round 1:"]
@@ -271,6 +272,7 @@ def test_json_is_one_object_with_text_figures_tokens_settings_and_versions(fly: 
     assert value["settings"]["text"]["raw"] is False
     assert value["placement"][0]["dtype"] == "float32"
     assert value["stop_ids"] == [2] and set(value["versions"]) >= {"fly", "torch", "transformers", "python"}
+    assert value["template_source"] == "chat_template.jinja"
     assert "prompt_ids" not in value
 
 
@@ -457,6 +459,21 @@ def test_what_needs_no_model_imports_no_model_library(arguments: list[str]) -> N
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize(
+    "typed, word, offered",
+    [
+        ("fly gen", 1, ["generate"]),
+        ("fly generate --mode ", 3, ["fly", "exact", "target"]),
+        ("fly generate --target qwen-coder", 3, ["qwen-coder-1.5b", "qwen-coder-0.5b"]),
+    ],
+)
+def test_the_shell_completes_commands_choices_and_model_names(typed: str, word: int, offered: list[str]) -> None:
+    variables = {"_FLY_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(word)}
+    command = [sys.executable, "-m", "fly_cli"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+    assert set(offered) <= set(done.stdout.split())
+
+
 def test_running_the_package_is_running_fly() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "fly_cli", "generate", "-n", "0", "hi"], capture_output=True, text=True
@@ -465,6 +482,92 @@ def test_running_the_package_is_running_fly() -> None:
     assert done.stderr.startswith("error: `--max-new-tokens` is 0\n\nhint: ")
 
 
-def test_the_scripted_run_is_what_these_tests_think_it_is() -> None:
-    assert DRAFTED_RUN[-1].text == ANSWER  # type: ignore[union-attr]
-    assert isinstance(Block("=").drawing, str)
+# --- with models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    tiny_pair_dirs: tuple[Path, Path],
+) -> Iterator[Fly]:
+    """`fly generate` on a tiny random pair; `FLY_*` variables name it."""
+    import torch
+
+    fly = Fly(monkeypatch, capsys, tmp_path, scripted=False)
+    for name, value in zip(("TARGET", "DRAFT"), tiny_pair_dirs, strict=True):
+        monkeypatch.setenv(f"FLY_{name}", str(value))
+    monkeypatch.setenv("FLY_DTYPE", "float32")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield fly
+    torch.set_num_threads(threads)
+    fly.close()
+
+
+def answered(fly: Fly, *arguments: str) -> Any:
+    outcome = fly("generate", "--json", "-q", *arguments)
+    assert (outcome.code, outcome.err) == (0, "")
+    return json.loads(outcome.out)
+
+
+def ids(value: Any) -> list[int]:
+    return [token["id"] for token in value["tokens"]]
+
+
+def test_exact_mode_gives_the_targets_own_ids_and_fly_mode_says_what_it_deferred(tiny: Fly) -> None:
+    target = answered(tiny, "--mode", "target", "-n", "30", "abc")
+    exact = answered(tiny, "--mode", "exact", "-n", "30", "abc")
+    lossy = answered(tiny, "-n", "30", "-w", "0", "--theta", "0", "--strict-first", "0", "abc")
+    assert ids(exact) == ids(target)
+    assert target["num_draft_tokens"] == 0 and target["mean_acceptance_length"] == 1
+    assert exact["num_deferred_tokens"] == 0
+    assert lossy["num_deferred_tokens"] > 0 and ids(lossy) != ids(target)
+
+
+def test_never_more_than_the_asked_number_of_tokens(tiny: Fly) -> None:
+    whole = ids(answered(tiny, "--mode", "exact", "-k", "8", "-n", "9", "abc"))
+    for n in (1, 2, 5):
+        value = answered(tiny, "--mode", "exact", "-k", "8", "-n", str(n), "abc")
+        assert ids(value) == whole[:n] and value["finish_reason"] == "length"
+
+
+def test_piped_text_with_or_without_a_newline_and_an_argument_are_the_same_prompt(tiny: Fly, tmp_path: Path) -> None:
+    asked = ["--show-prompt-ids", "-n", "1"]
+    as_argument = answered(tiny, *asked, "hi")["prompt_ids"]
+    for content in (b"hi", b"hi\n", b"\xef\xbb\xbfhi\r\n"):
+        tiny.stdin(content, tmp_path)
+        assert answered(tiny, *asked)["prompt_ids"] == as_argument
+    tiny.stdin(b"hi\n", tmp_path)
+    assert answered(tiny, *asked, "--raw")["prompt_ids"] == [71, 72, 198]
+
+
+def test_a_seed_gives_the_same_text_again_and_is_told_when_it_was_drawn(tiny: Fly) -> None:
+    asked = ["--temperature", "1", "-n", "12", "x"]
+    drawn = answered(tiny, *asked)
+    again = answered(tiny, "--seed", str(drawn["seed"]), *asked)
+    assert ids(again) == ids(drawn)
+    assert ids(answered(tiny, "--seed", str(drawn["seed"] + 1), *asked)) != ids(drawn)
+
+
+def test_lookup_drafts_without_a_draft_model(tiny: Fly) -> None:
+    value = answered(tiny, "--draft", "lookup", "--mode", "exact", "-n", "30", "abc abc abc")
+    assert value["settings"]["models"]["draft"] == "lookup" and len(value["placement"]) == 1
+    assert ids(value) == ids(answered(tiny, "--mode", "target", "-n", "30", "abc abc abc"))
+
+
+def test_a_trace_of_models_replays_as_the_same_text(tiny: Fly, tmp_path: Path) -> None:
+    path = str(tmp_path / "run.trace")
+    first = tiny("generate", "-q", "--trace", path, "-n", "20", "abc")
+    assert tiny("replay", "-q", path).out == first.out
+
+
+def test_a_folder_that_is_not_there_is_refused(tiny: Fly) -> None:
+    refused(tiny("generate", "--target", "./modles/x", "hi"), "modles/x", "check the path")
+
+
+def test_a_prompt_that_does_not_fit_is_an_error_and_no_traceback(tiny: Fly) -> None:
+    outcome = tiny("generate", "-q", "--raw", "a" * 3000)
+    assert outcome.code == 2 and outcome.out == ""
+    assert "3000" in outcome.err and "2048" in outcome.err

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
@@ -29,16 +29,15 @@ class Process:
         self.marker = tmp_path / "marker"
         self.marker.unlink(missing_ok=True)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FLY_")}
-        variables = (
-            clean | {"MARKER": str(self.marker), "XDG_CONFIG_HOME": str(tmp_path), "TERM": "xterm"} | environment
-        )
+        ours = {"MARKER": str(self.marker), "XDG_CONFIG_HOME": str(tmp_path), "TERM": "xterm"}
+        variables = clean | ours | {"PYTHONPATH": str(HELPERS.parent)} | environment
         self.master: int | None = None
         output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         if terminal:
             self.master, slave = os.openpty()
             output = {"stdout": slave, "stderr": slave}
         self.process = subprocess.Popen(
-            [sys.executable, str(HELPERS), scene, *arguments], stdin=subprocess.DEVNULL, env=variables, **output
+            [sys.executable, "-m", HELPERS.stem, scene, *arguments], stdin=subprocess.DEVNULL, env=variables, **output
         )
         if terminal:
             os.close(slave)
@@ -70,6 +69,10 @@ class Process:
         time.sleep(0.05)
         self.process.send_signal(number)
 
+    def pipes(self) -> tuple[IO[bytes], IO[bytes]]:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        return self.process.stdout, self.process.stderr
+
     def finish(self) -> tuple[int, str, str]:
         """Exit code, stdout and stderr (the screen and "" on a terminal)."""
         if self.master is not None:
@@ -86,24 +89,32 @@ def run_scene(tmp_path: Path, scene: str, *arguments: str, **environment: str) -
     return Process(tmp_path, scene, *arguments, **environment).finish()
 
 
-@pytest.mark.parametrize(
-    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
-@pytest.mark.parametrize("scene", ["importing", "loading", "prefill", "swallowing"])
+SIGNALS = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}
+WAITING = [
+    ("importing", signal.SIGINT),
+    ("loading", signal.SIGINT),
+    ("loading", signal.SIGTERM),
+    ("prefill", signal.SIGINT),
+    ("swallowing", signal.SIGINT),
+    ("executing", signal.SIGINT),
+]
+
+
+@pytest.mark.parametrize("scene, number", WAITING)
 def test_a_signal_before_the_first_token_ends_the_run_with_one_line(
-    tmp_path: Path, scene: str, number: int, code: int, word: str
+    tmp_path: Path, scene: str, number: signal.Signals
 ) -> None:
+    code, word = SIGNALS[number]
     process = Process(tmp_path, scene, "generate", "hi")
     process.interrupt(number)
     assert process.finish() == (code, "", f"{word}\n")
 
 
-@pytest.mark.parametrize(
-    "number, code, word", [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "terminated")]
-)
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_streaming_keeps_the_text_and_ends_it_with_a_newline(
-    tmp_path: Path, number: int, code: int, word: str
+    tmp_path: Path, number: signal.Signals
 ) -> None:
+    code, word = SIGNALS[number]
     process = Process(tmp_path, "streaming", "generate", "hi")
     process.interrupt(number)
     returned, out, err = process.finish()
@@ -137,16 +148,15 @@ def test_an_interrupted_trace_can_be_replayed(tmp_path: Path) -> None:
     assert (code, again) == (0, out)
 
 
-@pytest.mark.parametrize("scene", ["importing", "loading", "prefill", "streaming", "drafted"])
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, scene: str, number: int, code: int) -> None:
+@pytest.mark.parametrize("scene, number", [*WAITING[:4], ("streaming", signal.SIGINT), ("drafted", signal.SIGTERM)])
+def test_a_signal_leaves_the_terminal_as_it_was(tmp_path: Path, scene: str, number: signal.Signals) -> None:
+    code, word = SIGNALS[number]
     process = Process(tmp_path, scene, "generate", "hi", terminal=True)
     process.interrupt(number)
     returned, screen, _ = process.finish()
     assert returned == code
-    assert cursor_is_visible(screen)
-    assert colours_are_reset(screen)
-    assert screen.endswith("interrupted\r\n" if code == 130 else "terminated\r\n")
+    assert cursor_is_visible(screen) and colours_are_reset(screen)
+    assert screen.endswith(f"{word}\r\n")
 
 
 @pytest.mark.parametrize("scene", ["failing", "out_of_memory"])
@@ -185,22 +195,25 @@ def test_failure_in_the_loop_ends_the_process_with_the_text_so_far(tmp_path: Pat
 # --- pipes ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("flags", [[], ["--json"], ["-v"]], ids=["text", "json", "verbose"])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_reader_that_goes_away_ends_the_run_in_silence(tmp_path: Path, flags: list[str], unbuffered: str) -> None:
-    process = Process(tmp_path, "streaming", "generate", "-q", *flags[:0], "hi", PYTHONUNBUFFERED=unbuffered)
-    if flags == ["--json"]:
-        process.process.kill()
-        process.finish()
-        process = Process(tmp_path, "streaming", "generate", "-q", "--json", "hi", PYTHONUNBUFFERED=unbuffered)
-        process.wait_for_marker()
-    assert process.process.stdout is not None and process.process.stderr is not None
-    if flags != ["--json"]:
-        assert process.process.stdout.read(5) == b"w0 w1"
-    process.process.stdout.close()
+def test_a_reader_that_goes_away_ends_the_run_in_silence(tmp_path: Path, unbuffered: str) -> None:
+    process = Process(tmp_path, "streaming", "generate", "hi", PYTHONUNBUFFERED=unbuffered)
+    stdout, stderr = process.pipes()
+    assert stdout.read(5) == b"w0 w1"
+    stdout.close()
     assert process.process.wait(PATIENCE) == 141
-    assert process.process.stderr.read() == b""
-    process.process.stderr.close()
+    assert stderr.read() == b""
+    stderr.close()
+
+
+def test_a_json_run_whose_reader_goes_away_ends_before_its_answer_is_complete(tmp_path: Path) -> None:
+    process = Process(tmp_path, "streaming", "generate", "-q", "--json", "hi")
+    process.wait_for_marker()
+    stdout, stderr = process.pipes()
+    stdout.close()
+    assert process.process.wait(PATIENCE) == 141
+    assert stderr.read() == b""
+    stderr.close()
 
 
 def test_stdout_closed_from_the_start_is_a_reader_that_is_gone(tmp_path: Path) -> None:
@@ -230,28 +243,28 @@ def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
 
 def test_the_answer_arrives_in_the_pipe_while_the_run_goes_on(tmp_path: Path) -> None:
     process = Process(tmp_path, "streaming", "generate", "-q", "hi")
-    assert process.process.stdout is not None
-    assert process.process.stdout.read(3) == b"w0 "
+    assert process.pipes()[0].read(3) == b"w0 "
     assert process.process.poll() is None
     process.process.kill()
     process.finish()
 
 
+NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+
 @pytest.mark.parametrize(
-    "environment",
-    [{"PYTHONIOENCODING": "cp1252"}, {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}],
-    ids=["cp1252", "C"],
+    "flags, environment",
+    [([], {"PYTHONIOENCODING": "cp1252"}), (["--json"], NO_UTF8), (["--color", "always"], NO_UTF8)],
+    ids=["text", "json", "colour"],
 )
-@pytest.mark.parametrize("flags", [[], ["--json"], ["--color", "always"]], ids=["text", "json", "colour"])
-def test_output_is_utf8_whatever_the_locale(tmp_path: Path, environment: Mapping[str, str], flags: list[str]) -> None:
+def test_output_is_utf8_whatever_the_locale(tmp_path: Path, flags: list[str], environment: Mapping[str, str]) -> None:
     code, out, _ = run_scene(tmp_path, "unicode", "generate", *flags, "hi", **environment)
     assert code == 0
     assert "😀" in out and "한" in out
 
 
 def test_an_argument_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
-    environment = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    assert run_scene(tmp_path, "echo", "generate", "-q", "→ é", **environment) == (0, "'→ é'\n", "")
+    assert run_scene(tmp_path, "echo", "generate", "-q", "→ é", **NO_UTF8) == (0, "'→ é'\n", "")
 
 
 def test_the_help_needs_less_than_half_a_second_of_computing() -> None:
@@ -265,8 +278,3 @@ def cpu_seconds(command: list[str]) -> float:
     _, _, usage = os.wait4(process.pid, 0)
     process.returncode = 0
     return usage.ru_utime + usage.ru_stime
-
-
-@pytest.fixture(autouse=True)
-def _no_leftovers() -> Iterator[None]:
-    yield

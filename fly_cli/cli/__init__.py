@@ -49,6 +49,9 @@ def explain(error: BaseException) -> int:
 def leave(number: int) -> int:
     """One line for a run that signal `number` ended, and the exit code that a shell gives it."""
     code = ExitCode(128 + number)
+    # Where the interrupt passed through an `exec` of text (dataclasses make theirs so), Python has noted that it will
+    # end itself by the signal instead of by this code; another `exec` clears the note.
+    exec("")
     try:
         sys.stdout.flush()
         print(code.name.lower(), file=sys.stderr)

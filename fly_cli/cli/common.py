@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..config import DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
+from ..catalog import load_catalog
+from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
 from ..errors import OutOfMemoryError
-from ..settings import DTYPES, ENTROPY_KINDS, MODES
+from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES
 
 MODELS, DECODING, SAMPLING, PROMPT, OUTPUT = "Models", "Decoding", "Sampling", "Prompt", "Output"
 
@@ -23,11 +24,35 @@ def shown(setting: str) -> str:
     return str(DEFAULTS[setting])
 
 
-def option(*names: str, panel: str, help: str, default: str | None = None, metavar: str | None = None) -> Any:
+def option(
+    *names: str,
+    panel: str,
+    help: str,
+    default: str | None = None,
+    metavar: str | None = None,
+    completions: Callable[[], Iterable[str]] | None = None,
+) -> Any:
     """An option without a default of its own: not given is None, and `config` knows the `default` that help tells."""
     if default is not None:
         help = f"{help} [default: {default}]"
-    return typer.Option(*names, rich_help_panel=panel, help=help, show_default=False, metavar=metavar)
+
+    def complete(incomplete: str) -> list[str]:
+        return [word for word in completions() if word.startswith(incomplete)] if completions else []
+
+    return typer.Option(
+        *names,
+        rich_help_panel=panel,
+        help=help,
+        show_default=False,
+        metavar=metavar,
+        autocompletion=complete if completions else None,
+    )
+
+
+def model_names() -> Iterable[str]:
+    """The aliases of the catalog, the user's own included."""
+    config = configure({}, None)
+    return load_catalog(config.aliases).entries
 
 
 # --- models ---------------------------------------------------------------------------------------------------------
@@ -35,20 +60,32 @@ def option(*names: str, panel: str, help: str, default: str | None = None, metav
 Target = Annotated[
     str | None,
     option(
-        "--target", panel=MODELS, default=shown("target"), help="Target model: alias, folder, hub id or .gguf file."
+        "--target",
+        completions=model_names,
+        panel=MODELS,
+        default=shown("target"),
+        help="Target model: alias, folder, hub id or .gguf file.",
     ),
 ]
 Draft = Annotated[
     str | None,
     option(
         "--draft",
+        completions=lambda: [LOOKUP, *model_names()],
         panel=MODELS,
         default="the target's pair",
         help="Draft model, or 'lookup' to copy from the text instead of running one.",
     ),
 ]
 Dtype = Annotated[
-    str | None, option("--dtype", panel=MODELS, default=shown("dtype"), help=f"Weights: {', '.join(DTYPES)}.")
+    str | None,
+    option(
+        "--dtype",
+        completions=lambda: DTYPES,
+        panel=MODELS,
+        default=shown("dtype"),
+        help=f"Weights: {', '.join(DTYPES)}.",
+    ),
 ]
 DeviceMap = Annotated[
     str | None,
@@ -93,6 +130,7 @@ Mode = Annotated[
     str | None,
     option(
         "--mode",
+        completions=lambda: MODES,
         panel=DECODING,
         default=shown("mode"),
         help=f"{', '.join(MODES)}: FLy is lossy on purpose; exact gives the target's own text; target drafts nothing.",
@@ -128,6 +166,7 @@ Entropy = Annotated[
     str | None,
     option(
         "--entropy",
+        completions=lambda: ENTROPY_KINDS,
         panel=DECODING,
         default=shown("entropy"),
         help=f"{' or '.join(ENTROPY_KINDS)}: nats over the likeliest tokens, or a share of the greatest possible.",
@@ -206,7 +245,14 @@ ChatTemplate = Annotated[
 # --- output ---------------------------------------------------------------------------------------------------------
 
 Color = Annotated[
-    str | None, option("--color", panel=OUTPUT, default=shown("color"), help="Colours: auto, always or never.")
+    str | None,
+    option(
+        "--color",
+        completions=lambda: COLORS,
+        panel=OUTPUT,
+        default=shown("color"),
+        help="Colours: auto, always or never.",
+    ),
 ]
 ShowRejected = Annotated[
     bool | None,

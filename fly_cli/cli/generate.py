@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
@@ -22,6 +23,7 @@ from ..events import Started
 from ..progress import Progress
 from ..prompts import JSONL_SUFFIXES, Gathered, Prompt, gather, read_stdin
 from ..render import Sink, make_renderer, write
+from ..storage import size_text
 from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common
@@ -167,6 +169,8 @@ def choose_shape(prompts: Sequence[Prompt], files: Sequence[Path], *, as_json: b
 
 def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
     """The loaded pair. What takes seconds is imported here, after all checks that need no model."""
+    if not sys.warnoptions:  # libraries warn about what is checked here, or does not matter
+        warnings.simplefilter("ignore")
     with talk.status("starting"):
         from ..models import load_pair
     interruption.check()
@@ -243,7 +247,9 @@ class Job:
             if not isinstance(failure, BrokenPipeError):
                 with interruption.deferred():
                     result.close()
-                    value = self.describe_run(prompt, result, failure) | (self.describe_all(result) if whole else {})
+                    value = self.describe_run(prompt, result, failure) | (
+                        self.describe_all(prompt, result) if whole else {}
+                    )
                     write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
         for sink in commentary:
             sink.close()
@@ -275,11 +281,12 @@ class Job:
             value["prompt_ids"] = result.prompt_ids
         return value
 
-    def describe_all(self, result: Result) -> dict[str, Any]:
+    def describe_all(self, prompt: Prompt, result: Result) -> dict[str, Any]:
         """Tokens, and all that the text depends on, as JSON values."""
         description = self.pair.describe()
         return {
             "tokens": result.tokens,
+            "template_source": self.pair.codec.encode(prompt).template_source if result.prompt_ids else None,
             "settings": {
                 "decode": result.settings or self.settings.decode.as_json(),
                 "models": description.pop("models"),
@@ -296,5 +303,5 @@ class Job:
 
 def format_place(role: str, row: Mapping[str, Any]) -> str:
     """One line: which model, in which dtype, how big, on which devices."""
-    size = f"{row['weight_bytes'] / 1e9:.1f} GB"
-    return f"{role}: {row['model']}, {row['dtype']}, {size} on {', '.join(row['devices'])}"
+    size = size_text(row["weight_bytes"])
+    return f"placement: {role} {row['model']}, {row['dtype']}, {size} on {', '.join(row['devices'])}"

@@ -38,7 +38,7 @@ class Talk:
             return
         from rich.console import Console
 
-        with Console(stderr=True).status(text):
+        with Console(stderr=True, no_color=not self.policy.color).status(text):
             yield
 
     def commentary(self, *, plain: bool = False) -> list[Commentary]:
