@@ -8,7 +8,7 @@ from unicodedata import category
 
 from rich.cells import cell_len
 
-ZERO_WIDTH_JOINER = "\u200d"
+ZERO_WIDTH_JOINER, EMOJI_VARIATION = "\u200d", "\ufe0f"
 MAX_CLUSTER = 32  # characters; a longer pile of accents is cut, so that the cost of one cluster is bounded
 
 
@@ -94,58 +94,59 @@ def visible_line(text: str) -> str:
 # Where a terminal's cursor goes
 
 
-class Cursor(NamedTuple):
-    """A place in rows below a start and columns from 0. Behind a full row the column is the width, until more comes."""
+class Span(NamedTuple):
+    """How many cells lie between a line's beginning and the cursor, at least and at most.
 
-    row: int
-    column: int
+    Terminals differ: a joined emoji may take the cells of one or of its parts, a heart one or two, and a wide
+    character that does not fit in a row may leave its last cell empty, or take no more than that.
+    """
 
-    def after(self, columns: int, width: int, early: bool = True) -> Cursor:
-        """The place behind something of so many columns. `early`: what does not fit in a row goes to the next."""
-        if self.column + columns > width and (early or self.column == width):
-            return Cursor(self.row + 1, min(columns, width))
-        return Cursor(self.row, min(self.column + columns, width))
+    low: int
+    high: int
 
-    def tabbed(self, width: int) -> Cursor:
-        """The place at the next tab stop, of which the last column is one."""
-        return Cursor(self.row, min(self.column // 8 * 8 + 8, width - 1))
-
-
-class Place(NamedTuple):
-    """The cursor's place for each way of terminals to draw what they disagree about (joined emoji, wide characters)."""
-
-    by_cluster: Cursor  # a joined emoji takes the columns of one
-    by_character: Cursor  # its parts are drawn side by side
-    overlapping: Cursor  # the same, and a wide character may begin in the last column
-
-    def after(self, cluster: str, width: int) -> Place:
-        """The place behind the cluster, on a terminal of this width."""
+    def after(self, cluster: str, width: int) -> Span:
+        """The span behind the cluster, on a terminal with rows of this width."""
         if cluster == "\n":
-            return Place(*(Cursor(at.row + 1, 0) for at in self))
+            return LINE_START
         if cluster == "\t":
-            # Behind a full row terminals differ: some stay there, some step back into it.
-            first, second = (at if at.column == width else at.tabbed(width) for at in self[:2])
-            return Place(first, second, self.overlapping.tabbed(width))
-        by_cluster = self.by_cluster.after(cells(cluster), width)
-        if len(cluster) == 1 and len(set(self)) == 1 and by_cluster.row == self.by_cluster.row:
-            return Place(by_cluster, by_cluster, by_cluster)
-        by_character, overlapping = self.by_character, self.overlapping
-        for character in cluster:
-            by_character = by_character.after(cells(character), width)
-            overlapping = overlapping.after(cells(character), width, early=False)
-        return Place(by_cluster, by_character, overlapping)
+            return Span(tabbed(self.low, width, steps_back=True), tabbed(self.high, width, steps_back=False))
+        least, most = least_cells(cluster), most_cells(cluster)
+        least = min(least, -self.low % width or least)  # what does not fit may be cut off at the row's end,
+        rest = -self.high % width  # or go to the next row and leave these cells empty
+        return Span(self.low + least, self.high + most + (rest if rest < most else 0))
 
-    def fills_row(self, width: int) -> bool:
-        """Whether the cursor may stand behind a full row."""
-        return any(at.column >= width for at in self)
+    def may_fill_row(self, width: int) -> bool:
+        """Whether the cursor may stand behind a full row, where it waits for more before it goes to the next."""
+        return self.high // width > max(self.low - 1, 0) // width
 
-    @property
-    def row(self) -> int:
-        """The lowest row it may be in."""
-        return max(at.row for at in self)
+    def is_vague(self, width: int) -> bool:
+        """Whether too little is known to wait for a place that is certain."""
+        return self.high - self.low > width // 4
+
+    def last_row(self, width: int) -> int:
+        """The last row, from 0, that the line may have reached."""
+        return max(self.high - 1, 0) // width
+
+
+LINE_START = Span(0, 0)
+
+
+def tabbed(cells: int, width: int, *, steps_back: bool) -> int:
+    """Cells behind the next tab stop, of which a row's last cell is one. Behind a full row some terminals step back."""
+    if cells and cells % width == 0:
+        return cells - steps_back
+    start = cells // width * width
+    return start + min((cells - start) // 8 * 8 + 8, width - 1)
 
 
 @lru_cache(4096)
-def cells(text: str) -> int:
-    """Columns of a cluster or a character."""
-    return cell_len(text)
+def least_cells(cluster: str) -> int:
+    """Cells that the cluster takes at least."""
+    return min(cell_len(cluster), max(cell_len(character) for character in cluster))
+
+
+@lru_cache(4096)
+def most_cells(cluster: str) -> int:
+    """Cells that the cluster takes at most."""
+    parts = sum(cell_len(character) for character in cluster) + cluster.count(EMOJI_VARIATION)
+    return max(cell_len(cluster), parts)

@@ -12,13 +12,12 @@ from itertools import dropwhile, groupby, takewhile
 from typing import Literal, Protocol, TextIO
 
 from .events import Drafted, Event, Finished, Round, Started
-from .graphemes import Cursor, Place, clusters, visible
+from .graphemes import LINE_START, clusters, visible
 from .theme import DRAFTED, REJECTED, ColorPolicy, Piece, paint
 
 SAVE_CURSOR, RESTORE_CURSOR, ERASE_BELOW, RESET = "\x1b7", "\x1b8", "\x1b[J", "\x1b[0m"
 DOWN_SAME_COLUMN = "\x1bD"  # scrolls at the bottom; a newline would return to column 0
 MIN_COLUMNS = 10  # of a terminal on which the round in flight is shown
-LINE_START = Place(Cursor(0, 0), Cursor(0, 0), Cursor(0, 0))
 
 
 class Sink(Protocol):
@@ -145,7 +144,8 @@ class TerminalRenderer:
     the colour of the token that completes it, so that no code tears a cluster apart. Between two frames the
     cursor rests where settled text ends, and the terminal itself keeps that place over wrapping and resizing:
     a frame erases what is below it, settles, and draws the rest. Room for the rest is made first, so that nothing
-    unsettled is ever scrolled away. After a resize nothing is drawn ahead until the line ends.
+    unsettled is ever scrolled away. After a resize, and in a line with many
+    characters on whose width terminals disagree, nothing is drawn ahead until the line ends.
 
     Without `policy.live` settled text is all there is. `show_controls` makes control characters visible.
     `show_rejected` settles rejected text too, in brackets.
@@ -196,6 +196,10 @@ class TerminalRenderer:
         write(self._stream, ending if self._last == "\n" else ending + "\n")
         self._last = None
 
+    @property
+    def _draws_ahead(self) -> bool:
+        return self._policy.live and self._size[0] >= MIN_COLUMNS
+
     def _is_passing(self, piece: Piece) -> bool:
         return piece.role == REJECTED and not self._show_rejected
 
@@ -210,7 +214,7 @@ class TerminalRenderer:
         if self._anchored:
             out.append(ERASE_BELOW)
         out.append(paint(self._shown(self._settle(last)), self._policy))
-        can_draw = self._policy.live and not last and not self._lost and size[0] >= MIN_COLUMNS
+        can_draw = self._draws_ahead and not last and not self._lost and not self._at.is_vague(size[0])
         ahead = merge_clusters([*self._unsettled, *preview]) if can_draw else []
         drawn = self._draw_ahead(self._shown(ahead))
         self._anchored = bool(drawn)
@@ -229,7 +233,9 @@ class TerminalRenderer:
         count = len(characters)
         if self._policy.cues and count and not last:
             count -= 1  # a later token may add to the cluster
-        while self._policy.live and count and not last and ends[count].fills_row(width) and width >= MIN_COLUMNS:
+        while self._draws_ahead and not last and count and ends[count].may_fill_row(width):
+            if ends[count].is_vague(width):
+                break
             count -= 1  # the cursor cannot rest behind a full row: moving it would forget that the row is full
         settled = characters[:count]
         self._unsettled = [*characters[count:], *dropwhile(lambda piece: not self._is_passing(piece), self._unsettled)]
@@ -242,11 +248,12 @@ class TerminalRenderer:
     def _draw_ahead(self, pieces: Sequence[Piece]) -> str:
         """What draws the pieces behind the settled text, cut where the screen ends, and leaves the cursor there."""
         width, height = self._size
-        at = Place(*(Cursor(0, at.column) for at in self._at))
-        rows = 0
+        at, above, rows = self._at, -(self._at.low // width), 0
         for index, piece in enumerate(pieces):
+            if piece.text == "\n":
+                above += at.last_row(width) + 1
             at = at.after(piece.text, width)
-            rows = max(rows, at.row)
+            rows = above + at.last_row(width)
             if rows > height - 2:  # there must be room for the mark of the cut
                 pieces = [*pieces[:index], Piece("…" if self._unicode else ">", DRAFTED)]
                 break

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from fly_cli.commentary import Commentary, draw_walk, format_closing_line, format_round
 from fly_cli.events import Drafted, Event, FinishReason, Origin, Round
-from fly_cli.graphemes import clusters, visible
+from fly_cli.graphemes import LINE_START, Span, clusters, visible
 from fly_cli.render import PlainRenderer, TerminalRenderer, make_renderer
 from fly_cli.settings import DecodeSettings
 from fly_cli.stats import summarize
@@ -352,6 +352,44 @@ def test_clusters_joined_are_the_text() -> None:
 @pytest.mark.parametrize(("cluster", "shown"), [("\x1b", "\\x1b"), ("\x7f", "\\x7f"), ("\ud800", "?"), ("a", "a")])
 def test_controls_have_an_ascii_form(cluster: str, shown: str) -> None:
     assert visible(cluster, unicode=False) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "cells"),
+    [
+        ("abc", (3, 3)),
+        ("漢字", (4, 4)),
+        ("한e\u0301", (3, 3)),
+        ("👩\u200d💻", (2, 4)),
+        ("❤\ufe0f", (1, 2)),
+        ("a\tb", (9, 9)),
+        ("x\ny", (1, 1)),
+        ("123456789" + "漢", (10, 12)),  # the wide character may be cut off, or leave the row's last cell empty
+        ("1234567890\t", (9, 10)),
+    ],
+)
+def test_the_cursor_is_known_as_far_as_terminals_agree(text: str, cells: tuple[int, int]) -> None:
+    span = LINE_START
+    for cluster in clusters(text):
+        span = span.after(cluster, 10)
+    assert span == cells
+
+
+@pytest.mark.parametrize(("span", "full"), [((0, 0), False), ((9, 9), False), ((10, 10), True), ((9, 12), True)])
+def test_a_row_may_be_full_where_any_terminal_would_have_filled_it(span: tuple[int, int], full: bool) -> None:
+    assert Span(*span).may_fill_row(10) is full
+
+
+def test_nothing_is_drawn_ahead_where_terminals_disagree_too_much() -> None:
+    terminal = Terminal(20)
+    events = run(Block("=", texts=["👩\u200d💻" * 4]), Block("=", texts=["here\n"]), "=", first="A ")
+    sink = renderer(terminal)
+    drawn = []
+    for event in events:
+        sink.handle(event)
+        if isinstance(event, Drafted):
+            drawn.append("\x1b[2m" in terminal.writes[-1])
+    assert drawn == [True, False, True]
 
 
 # Terminals: every line once
