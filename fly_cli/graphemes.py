@@ -110,6 +110,8 @@ class Span(NamedTuple):
             return LINE_START
         if cluster == "\t":
             return Span(tabbed(self.low, width, steps_back=True), tabbed(self.high, width, steps_back=False))
+        if cluster.isascii():
+            return Span(self.low + 1, self.high + 1)
         least, most = least_cells(cluster), most_cells(cluster)
         least = min(least, -self.low % width or least)  # what does not fit may be cut off at the row's end,
         rest = -self.high % width  # or go to the next row and leave these cells empty

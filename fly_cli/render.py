@@ -267,7 +267,13 @@ class TerminalRenderer:
         """The characters as the terminal gets them."""
         if not self._show_controls:
             return list(pieces)
-        return [Piece(shown, role) for text, role in pieces for shown in clusters(visible(text, self._unicode))]
+        shown: list[Piece] = []
+        for piece in pieces:
+            if piece.text.isprintable():
+                shown.append(piece)
+            else:
+                shown += [Piece(part, piece.role) for part in clusters(visible(piece.text, self._unicode))]
+        return shown
 
 
 def bracketed(piece: Piece, unicode: bool = True) -> Piece:
