@@ -23,6 +23,7 @@ class Answer:
         self._detokenizer = codec.detokenizer(prompt_ids)
         self._stops = StopMatcher(settings.stop)
         self._pieces: list[str] = []
+        self._length = 0  # characters in them
         self._reason: FinishReason | None = None
         self._stop: str | None = None
         self._stop_id: int | None = None
@@ -35,8 +36,8 @@ class Answer:
 
     @property
     def held(self) -> int:
-        """How many of the last characters may still become a stop string."""
-        return self._stops.held
+        """How many of the last characters may still become a stop string, or are one and what came with it."""
+        return self._stops.held if self._end is None else self._length - self._end
 
     @property
     def finished(self) -> bool:
@@ -56,6 +57,7 @@ class Answer:
 
     def _check(self, token: int, piece: str) -> None:
         self._pieces.append(piece)
+        self._length += len(piece)
         if match := self._stops.push(piece):
             self._reason, self._stop, self._end = FinishReason.STOP, match.stop, match.end
         elif token in self.stop_ids:

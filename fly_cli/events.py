@@ -4,7 +4,8 @@ A run of one prompt is `Started`, then for each round `Drafted` and `Round`, the
 
 Text. `Token.text` is the piece of text that the token completed ("" while a character's bytes are
 still incomplete, and for hidden special tokens). The last `held` characters of the text so far could
-still turn out to be the start of a stop string, so a consumer must not show them yet. With
+still turn out to be the start of a stop string (or are the stop string and what came with it), so a
+consumer must not show them. With
 `text = "".join(all token texts) + Finished.tail`, `Finished.text` is `text`, cut at the stop string.
 """
 

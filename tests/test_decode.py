@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from io import StringIO
 from itertools import pairwise
 
 import pytest
@@ -17,6 +18,7 @@ from fly_cli.errors import DecodeError, PromptError
 from fly_cli.events import DRAFTED_ORIGINS, Drafted, Finished, FinishReason, Origin, Round, Started
 from fly_cli.models import Pair
 from fly_cli.prompts import Prompt
+from fly_cli.render import PlainRenderer
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
 from fly_cli.text import Codec
 
@@ -291,6 +293,20 @@ def test_a_stop_string_ends_the_answer_inside_a_token_and_a_block():
     assert events[-1].text == "alpha be"
     assert (events[-1].reason, events[-1].stop) == (FinishReason.STOP, "ta ga")
     assert "".join(token.text for token in tokens_of(events))[: len("alpha be")] == "alpha be"
+
+
+@pytest.mark.parametrize(
+    ("said", "stop", "kept"),
+    [("AB CD EF", ("B CD E",), "A"), ("a...b", ("..",), "a"), ("xyz", ("x",), ""), ("abc", ("bcd", "c"), "ab")],
+)
+@pytest.mark.parametrize("mode", ["fly", "target"])
+def test_what_a_pipe_shows_ends_before_the_stop_string(said, stop, kept, mode):
+    ids = TOKENIZER.encode(said)
+    stream = StringIO()
+    renderer = PlainRenderer(stream)
+    for event in run(scripted(says(ids, 3), says(ids, 3)), stop=stop, mode=mode, max_new_tokens=60):
+        renderer.handle(event)
+    assert stream.getvalue().removesuffix("\n") == kept
 
 
 def test_text_that_may_become_a_stop_string_is_held_and_released():
