@@ -159,7 +159,19 @@ def test_a_variable_that_is_nearly_ours_is_refused_and_others_are_left_alone(tmp
     error = refused(tmp_path, environment={"FLY_DRAFT_TOKEN": "3"})
     assert error.hint == "did you mean `FLY_DRAFT_TOKENS`?"
     assert refused(tmp_path, environment={"FLY_THETA": "3"}).hint == "did you mean `FLY_ENTROPY_THRESHOLD`?"
-    configure(tmp_path, environment={"FLY_APP_NAME": "x", "FLY_CACHE": "/tmp/x", "FLYCTL": "1"})
+    others = [
+        "APP",
+        "APP_NAME",
+        "REGION",
+        "MACHINE_ID",
+        "API_TOKEN",
+        "ACCESS_TOKEN",
+        "CONFIG_DIR",
+        "VM_MEMORY_MB",
+        "IMAGE_REF",
+        "CACHE",
+    ]
+    configure(tmp_path, environment={f"FLY_{name}": "x" for name in others} | {"FLYCTL": "1"})
 
 
 @pytest.mark.parametrize("name, value", [("draft_tokens", -1), ("temperature", -0.5), ("top_p", 0.0), ("mode", "fast")])

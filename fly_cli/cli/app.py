@@ -6,25 +6,57 @@ import os
 import sys
 from collections.abc import Sequence
 from functools import cache
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ..errors import ExitCode
-from . import config
-from .generate import generate
 from .help import SectionedCommand
-from .models import models
-from .pull import pull
-from .replay import replay
 from .usage import as_usage_error
 
 NAME = "fly"
 DISTRIBUTION = "fly-decode"
 COMPLETION_VARIABLE = "_FLY_COMPLETE"  # set by the shell's completion script
 
+COMMANDS = {  # name -> one line of help; the function or Typer app of that name is in the module of that name
+    "generate": "Answer a prompt, and show how each token got there.",
+    "pull": "Fetch models before they are needed.",
+    "models": "List the models that have a name.",
+    "replay": "Show a recorded run again.",
+    "config": "Show the settings, and where each came from.",
+}
+
+
+class LazyGroup(TyperGroup):
+    """Imports a command's module when the command is asked for: help and usage errors need none of them."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return load_command(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@cache
+def load_command(name: str) -> Any:
+    """The command as Typer's parser has it."""
+    found = getattr(import_module(f".{name}", __package__), name)
+    if isinstance(found, typer.Typer):
+        return typer.main.get_command(found)
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(name, cls=SectionedCommand)(found)
+    return typer.main.get_command(alone)
+
+
 app = typer.Typer(
     name=NAME,
+    cls=LazyGroup,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -50,11 +82,6 @@ def fly(
 
     FLy is lossy on purpose: where the target is unsure it may keep the draft's token. `--mode exact` is not.
     """
-
-
-for command in (generate, pull, models, replay):
-    app.command(cls=SectionedCommand)(command)
-app.add_typer(config.app, name="config")
 
 
 @cache

@@ -12,24 +12,24 @@ from ..config import resolve
 from ..render import write
 from . import common
 
-app = typer.Typer(help="Look at the configuration.", no_args_is_help=True)
+config = typer.Typer(name="config", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
 
-@app.callback()
-def config() -> None:
-    """Look at the configuration."""
+@config.callback()
+def settings() -> None:
+    """Show the settings, and where each came from."""
 
 
-@app.command()
-def show(config: common.ConfigFile = None) -> None:
+@config.command()
+def show(file: common.ConfigFile = None) -> None:
     """Print every setting with its origin, as YAML that can be copied into a config file."""
-    layers = common.configure({}, config)
-    settings = resolve(layers, load_catalog(layers.aliases, layers.pairs))
+    layers = common.configure({}, file)
+    effective = resolve(layers, load_catalog(layers.aliases, layers.pairs))
     read = layers.file or f"{common.default_config_file()} (there is none)"
-    lines = [f"# file: {read}", *common.format_values(settings.values)]
+    lines = [f"# file: {read}", *common.format_values(effective.values)]
     for name, table in (("aliases", layers.aliases), ("pairs", layers.pairs)):
         if table:
             lines.append(f"{name}: {json.dumps(table, ensure_ascii=False)}")
     write(sys.stdout, "".join(line + "\n" for line in lines))
-    for note in settings.notes:
+    for note in effective.notes:
         print(f"note: {note}", file=sys.stderr)
