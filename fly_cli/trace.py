@@ -343,8 +343,9 @@ class Rejudged:
             return head + f"the same text, in all {self.num_rounds} rounds"
         was, now = self.divergence.recorded.num_kept, self.divergence.other.num_kept
         return head + (
-            f"the same {self.tokens_compared} tokens in {self.rounds_compared} of {self.num_rounds} rounds; round "
-            f"{self.divergence.index} would keep {now} drafted tokens, not {was}, and what was recorded after it no longer applies"
+            f"the same {self.tokens_compared} tokens in {self.rounds_compared} of {self.num_rounds} rounds; "
+            f"round {self.divergence.index} would keep {now} drafted tokens, not {was}, "
+            "and what was recorded after it no longer applies"
         )
 
 

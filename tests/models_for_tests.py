@@ -11,6 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
+
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
