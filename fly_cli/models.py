@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
+from .cpu_linear import widen_linears
 from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, gigabytes, plan, skeleton
 from .progress import Progress, Silent
@@ -126,6 +127,7 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             f"`{place.name}` lacks {len(missing)} weights, which would stay random: {', '.join(missing[:5])}",
             hint="the files do not fit their config.json; `--allow-missing-weights` goes on all the same",
         )
+    widen_linears(model)
     return model.eval()
 
 

@@ -27,7 +27,7 @@ RANKS = [
         "picture",
     }
     | {"trace"},
-    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "models"},
+    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "models"},
     {"draft", "answer"},
     {"decode"},
     {"api"},
