@@ -27,7 +27,7 @@ from ..storage import size_text
 from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common
-from .process import interruption, reader_is_gone
+from .process import interruption, reader_is_gone, without_garbage_collection
 from .results import Result
 from .talk import Talk
 
@@ -171,11 +171,14 @@ def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
     """The loaded pair. What takes seconds is imported here, after all checks that need no model."""
     if not sys.warnoptions:  # libraries warn about what is checked here, or does not matter
         warnings.simplefilter("ignore")
-    with talk.status("starting"):
-        from ..models import load_pair
-    interruption.check()
-    with common.memory_errors("loading the models"), closing_progress(talk.progress()) as progress:
-        pair = load_pair(settings.models, settings.text, mode=settings.decode.mode, catalog=catalog, progress=progress)
+    with without_garbage_collection():
+        with talk.status("starting"):
+            from ..models import load_pair
+        interruption.check()
+        with common.memory_errors("loading the models"), closing_progress(talk.progress()) as progress:
+            pair = load_pair(
+                settings.models, settings.text, mode=settings.decode.mode, catalog=catalog, progress=progress
+            )
     interruption.check()
     return pair
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import signal
@@ -113,3 +114,14 @@ def discard_output() -> None:
         except (OSError, ValueError):  # not a real file
             continue
     os.close(nowhere)
+
+
+@contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Import and load without looking for garbage among what is there to stay: it takes a third of the start."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
