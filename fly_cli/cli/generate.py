@@ -216,7 +216,7 @@ class Job:
         if output.show_rejected and not policy.cues:
             self.talk.note("rejected tokens are shown only where the text is coloured")
         renderer = make_renderer(sys.stdout, policy, show_rejected=output.show_rejected)
-        commentary = self.talk.commentary()
+        commentary = self.talk.commentary(plain=not policy.cues)
         try:
             self.run(prompt, [*commentary, renderer])
         finally:
