@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 from .errors import UnsupportedModelError
 from .lookup import common_prefix
 
+TIMINGS_KEPT = 32
 PREFILL_CHUNK = 2048  # tokens a forward; bounds the memory of a long prompt's activations
 
 
@@ -31,6 +33,7 @@ class CachedModel:
         self.vocab_rows = int(config.vocab_size)  # ids that the embedding knows
         self.vocab_size = min(vocab_size or self.vocab_rows, self.vocab_rows)  # ids that may be chosen
         self.forward_seconds = 0.0  # time spent inside the model, ever
+        self.timings: dict[int, deque[float]] = {}  # rows -> seconds of the last forwards over so many
         self._config = config
         self._device = model.get_input_embeddings().weight.device
         # With accelerate's hooks, offloaded embeddings live on "meta" between forwards.
@@ -98,7 +101,9 @@ class CachedModel:
             logits = self.model(inputs, cache=self._cache, use_cache=True, **wanted).logits
         logits = logits[0, -last:, : self.vocab_size]
         synchronize(logits.device)
-        self.forward_seconds += perf_counter() - started
+        seconds = perf_counter() - started
+        self.forward_seconds += seconds
+        self.timings.setdefault(len(ids), deque(maxlen=TIMINGS_KEPT)).append(seconds)
         return logits  # type: ignore[no-any-return]
 
     def _drop(self, count: int) -> None:
@@ -130,6 +135,7 @@ class CachedModel:
             raise refused
         self.reset()
         self.forward_seconds = 0.0
+        self.timings.clear()
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,19 +8,21 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from . import schedule
 from .answer import Answer
-from .draft import Draft, Drafter, LookupDrafter, ModelDrafter
+from .draft import COPIED_TOKENS, AdaptiveDrafter, Draft, Drafter, LookupDrafter, ModelDrafter
 from .errors import PromptError
 from .events import Drafted, Event, Origin, Round, Started
 from .evidence import measure
 from .prompts import Prompt
 from .sampling import Chooser
+from .schedule import Adaptive, room_for_draft
 from .settings import DecodeSettings
 from .verify import Evidence, judge
 
 if TYPE_CHECKING:
     from .models import Pair
+
+DEAR = 2.5  # a draft model's forward over copied tokens that takes more single steps than this does not pay
 
 
 def decode(
@@ -73,7 +75,7 @@ def decode(
         target.settle(len(ids) - 1)
 
         draft_began = perf_counter()
-        limit = schedule.constant(settings.draft_tokens, answer.room)
+        limit = room_for_draft(settings.draft_tokens, answer.room)
         draft = drafter.propose(ids, limit) if limit else Draft()
         drafted = answer.preview(draft.ids, draft.sources)
         draft_seconds = perf_counter() - draft_began
@@ -83,6 +85,7 @@ def decode(
         evidence = verify(draft.ids)
         verify_seconds = perf_counter() - verify_began
         verdict = judge(evidence, settings)
+        drafter.learn(draft, verdict.num_kept)
         kept = draft.ids[: verdict.num_kept]
         tokens = answer.add([*kept, verdict.final_id], [*verdict.origins, verdict.final_origin])
         ids += [token.id for token in tokens]
@@ -108,9 +111,14 @@ def decode(
 
 def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Drafter:
     """The drafter that pair and settings ask for. Where nothing is to be drafted it is never asked."""
+    stop_ids, costs, lookup = pair.codec.stop_ids, pair.costs, settings.draft_lookup
+    adaptive = settings.draft_schedule == "adaptive"
+    copier = LookupDrafter(stop_ids)
     if pair.draft is None:
-        return LookupDrafter(pair.codec.stop_ids)
-    return ModelDrafter(pair.draft, chooser, pair.codec.stop_ids, lookup=settings.draft_lookup)
+        return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None))) if adaptive else copier
+    inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
+    model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside)
+    return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs)) if adaptive else model
 
 
 def room_for_prompt(num_prompt_tokens: int, max_length: int | None) -> None:

@@ -6,14 +6,15 @@ propose nothing at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from .cached_model import CachedModel
 from .events import Source
 from .lookup import NgramIndex
 from .sampling import Chooser
+from .schedule import Adaptive, Way
 
 COPIED_TOKENS = 6  # copied tokens that the draft model checks in one forward
 
@@ -25,6 +26,9 @@ class Draft:
     ids: list[int] = field(default_factory=list)
     sources: list[Source] = field(default_factory=list)
     notes: tuple[str, ...] = ()
+    confidences: list[float] = field(default_factory=list)  # the draft model's own probability of each of its tokens
+    steps: list[int] = field(default_factory=list)  # rows of each of its forwards
+    match_length: int = 0  # of the n-gram in front of copied tokens
 
     def add(self, token: int, source: Source) -> None:
         self.ids.append(token)
@@ -39,6 +43,9 @@ class Drafter(Protocol):
 
     def propose(self, ids: list[int], limit: int) -> Draft: ...
 
+    def learn(self, draft: Draft, num_kept: int) -> None:
+        """Hear how much of the last draft was kept."""
+
 
 class LookupDrafter:
     """Copies what followed the same n-gram earlier; needs no draft model (prompt lookup decoding)."""
@@ -51,12 +58,16 @@ class LookupDrafter:
 
     def propose(self, ids: list[int], limit: int) -> Draft:
         """Up to `limit` copied ids, cut behind the first end token."""
-        draft = Draft()
-        for token in self.index.find(ids, limit):
+        length, copied = self.index.match(ids, limit)
+        draft = Draft(match_length=length)
+        for token in copied:
             draft.add(token, Source.COPY)
             if token in self.stop_ids:
                 break
         return draft
+
+    def learn(self, draft: Draft, num_kept: int) -> None:
+        """Nothing to learn: it always copies."""
 
 
 class ModelDrafter:
@@ -79,8 +90,11 @@ class ModelDrafter:
     def forward_seconds(self) -> float:
         return self.model.forward_seconds
 
-    def propose(self, ids: list[int], limit: int) -> Draft:
-        """Up to `limit` ids; copied ones alone where the draft model's context or vocabulary does not reach."""
+    def propose(self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float]], bool] | None = None) -> Draft:
+        """Up to `limit` ids; copied ones alone where the draft model's context or vocabulary does not reach.
+
+        `goes_on` is asked after each forward, with the confidences so far, whether another one pays.
+        """
         if why_not := self._out_of_reach(ids):
             draft = self.fallback.propose(ids, limit)
             draft.notes = () if self._noted else (f"{why_not}: drafting goes on with prompt lookup alone",)
@@ -95,11 +109,20 @@ class ModelDrafter:
             room = limit - len(draft.ids)
             # The token after the copied ones is free, so copy one less than there is room for.
             copied = self.index.find(sequence, min(COPIED_TOKENS, room - 1)) if self.index else []
-            logits = self.model.read(sequence + copied, last=len(copied) + 1)
-            chosen = self.chooser.choose(self.chooser.warp(logits), len(sequence)).tolist()
-            if self._extend(draft, copied, chosen):
+            warped = self.chooser.warp(self.model.read(sequence + copied, last=len(copied) + 1))
+            chosen = self.chooser.choose(warped, len(sequence))
+            draft.steps.append(len(copied) + 1)
+            ended = self._extend(draft, copied, chosen.tolist())
+            if goes_on is not None:
+                certain = warped.float().softmax(dim=-1).gather(-1, chosen[:, None])[:, 0].tolist()
+                draft.confidences += certain[: len(draft.ids) - len(draft.confidences)]
+                ended = ended or not goes_on(draft.confidences)
+            if ended:
                 break
         return draft
+
+    def learn(self, draft: Draft, num_kept: int) -> None:
+        """Nothing to learn: it always drafts."""
 
     def _extend(self, draft: Draft, copied: Sequence[int], chosen: Sequence[int]) -> bool:
         """Take choices while they equal the copied ids, and one more. True when an end token was drafted."""
@@ -118,3 +141,35 @@ class ModelDrafter:
         if max(ids) >= self.model.vocab_rows:
             return "the text has a token that the draft model does not know"
         return None
+
+
+class AdaptiveDrafter:
+    """Drafts the way and as far as `schedule.Adaptive` says that it pays; without a draft model it copies or rests."""
+
+    def __init__(self, copier: LookupDrafter | None, model: ModelDrafter | None, policy: Adaptive):
+        self.copier = copier
+        self.model = model
+        self.policy = policy
+
+    @property
+    def forward_seconds(self) -> float:
+        return self.model.forward_seconds if self.model else 0.0
+
+    def propose(self, ids: list[int], limit: int) -> Draft:
+        """The draft of this round, of at most `limit` ids; empty where plain decoding is faster."""
+        copied = self.copier.propose(ids, limit) if self.copier else Draft()
+        way, length = self.policy.choose(limit, copied.match_length, len(copied.ids))
+        if way is Way.MODEL and self.model is not None:
+            return self.model.propose(ids, length, self.policy.goes_on)
+        if way is Way.COPY:
+            return replace(copied, ids=copied.ids[:length], sources=copied.sources[:length])
+        return Draft()
+
+    def learn(self, draft: Draft, num_kept: int) -> None:
+        """Hear how much of the last draft was kept."""
+        if not draft.ids:
+            self.policy.learn_none()
+        elif draft.confidences:
+            self.policy.learn_model(draft.confidences, num_kept, draft.steps)
+        else:
+            self.policy.learn_copy(draft.match_length, len(draft.ids), num_kept)

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 MAX_NGRAM = 4
+LONGEST_ENDING = 16
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -24,17 +25,25 @@ class NgramIndex:
         self._ids: list[int] = []
         self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)  # n-gram -> indices just behind it, ascending
 
-    def find(self, ids: Sequence[int], limit: int) -> list[int]:
-        """Up to `limit` ids that followed the longest n-gram (max_ngram down to 1) that ends `ids`, latest match first.
+    def match(self, ids: Sequence[int], limit: int) -> tuple[int, list[int]]:
+        """How long an ending of `ids` occurred earlier, and up to `limit` ids that followed it there.
 
-        Empty when nothing matches; the ending never matches itself.
+        The longest n-gram (max_ngram down to 1) counts, and of equal ones the latest; the length is that of the whole
+        common ending, up to `LONGEST_ENDING`. (0, []) when nothing matches; the ending never matches itself.
         """
         self._follow(ids)
         for n in range(min(self.max_ngram, len(ids) - 1), 0, -1):
             ends = self._ends.get(tuple(ids[-n:]), [])
             if len(ends) > 1:  # the last one is the ending itself
-                return list(ids[ends[-2] : ends[-2] + limit])
-        return []
+                end = ends[-2]
+                while n < min(LONGEST_ENDING, end) and ids[end - n - 1] == ids[-n - 1]:
+                    n += 1
+                return n, list(ids[end : end + limit])
+        return 0, []
+
+    def find(self, ids: Sequence[int], limit: int) -> list[int]:
+        """The ids of `match`."""
+        return self.match(ids, limit)[1]
 
     def _follow(self, ids: Sequence[int]) -> None:
         """Make the index one of `ids`."""

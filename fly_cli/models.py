@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -18,10 +18,12 @@ from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
+from .costs import load_costs, store_costs
 from .cpu_linear import widen_linears
 from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, gigabytes, plan, skeleton
 from .progress import Progress, Silent
+from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .text import Codec
 from .vocabulary import load_tokenizer, vocabulary_difference
@@ -37,6 +39,7 @@ class Pair:
     codec: Codec
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
+    costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
 
     def describe(self) -> dict[str, Any]:
         """Settings, placement, stop ids and versions as JSON values."""
@@ -45,8 +48,13 @@ class Pair:
             "placement": [place.describe() for place in self.placements],
             "stop_ids": sorted(self.codec.stop_ids),
             "vocab_size": self.codec.vocab_size,
+            "cost_table": {"digest": self.costs.digest, **self.costs.as_json()},
             "versions": versions(),
         }
+
+    def remember_costs(self) -> None:
+        """Keep what this run's forwards took, for the schedule of later runs."""
+        store_costs(self.placements, [model for model in (self.target, self.draft) if model is not None])
 
 
 def load_pair(
@@ -93,7 +101,7 @@ def load_pair(
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
     ]
-    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places))
+    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places), load_costs(places))
 
 
 def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:

@@ -1,12 +1,215 @@
-"""How many tokens to draft in a round."""
+"""Which way to draft in a round, and how much: as much as pays, and nothing where nothing pays.
+
+A round costs time: the target's forward over n + 1 rows and the draft model's steps. It brings tokens: the kept ones
+and one of the target's own. Over a whole answer, tokens per second are greatest if every drafted token is worth its
+time: its chance to be kept against its seconds at the rate that is reached anyway (the marginal value rule of
+renewal-reward theory). Everything here is a function of a cost table that is fixed when the run starts and of this
+prompt's own acceptance counts, never of a clock: same ids, settings and table, same choices.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
 
-def constant(draft_tokens: int, room: int) -> int:
-    """The constant schedule: `draft_tokens`, as far as it fits.
+CONFIDENCE_EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
+CONFIDENCE_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.96)
+MATCH_EDGES = (2, 3, 4, 8)  # lengths of n-grams: 1, 2, 3, 4 to 7, 8 and more
+MATCH_PRIORS = (0.1, 0.25, 0.45, 0.6, 0.85)
+BEHIND_PRIOR = 0.85  # a copied token behind a kept one
+NEXT_PRIOR = 0.8  # a token that is not drafted yet
+PRIOR_WEIGHT = 4.0  # trials that a prior counts for
+DECAY = 0.9  # weight of a round's result one round later
+LONGEST_REST = 32  # rounds between two trials of a draft model that does not pay
+
+
+def room_for_draft(draft_tokens: int, room: int) -> int:
+    """The most tokens that may be drafted: `draft_tokens`, as far as they fit.
 
     `room` is how many more tokens the sequence may take (max new tokens and context length alike); a round
     of n drafted tokens commits up to n + 1.
     """
     return max(0, min(draft_tokens, room - 1))
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Seconds of a forward over some rows, for target and draft model: measured points and straight lines between."""
+
+    target: Mapping[int, float]  # rows -> seconds
+    draft: Mapping[int, float] | None = None  # None: no draft model
+
+    def verify_seconds(self, drafted: int) -> float:
+        """A target forward that checks `drafted` tokens, which has a row more."""
+        return interpolate(self.target, drafted + 1)
+
+    def step_seconds(self, rows: int = 1) -> float:
+        """A draft model's forward."""
+        return interpolate(self.draft, rows) if self.draft else 0.0
+
+    @property
+    def digest(self) -> str:
+        """A name for the table in results: choices, and in mode `fly` the text, depend on it."""
+        return hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:12]
+
+    def as_json(self) -> dict[str, Any]:
+        tables = {"target": self.target, "draft": self.draft}
+        return {name: {str(rows): s for rows, s in sorted(t.items())} if t else None for name, t in tables.items()}
+
+
+def interpolate(points: Mapping[int, float], rows: int) -> float:
+    """Seconds at `rows`. Outside the points the outer line goes on; more rows never take less time."""
+    known = sorted(points.items())
+    if len(known) == 1:
+        return known[0][1]
+    right = min(max(1, bisect_right([point[0] for point in known], rows)), len(known) - 1)
+    (left_rows, left), (right_rows, upper) = known[right - 1], known[right]
+    slope = max(0.0, (upper - left) / (right_rows - left_rows))
+    return max(0.1 * left, left + slope * (rows - left_rows))
+
+
+def guess_costs(target_bytes: int, draft_bytes: int | None) -> CostTable:
+    """What to expect of a machine that has not run the pair yet. Only ratios matter: times go with the bytes read."""
+    target = {1: 1.0, 16: 1.5}
+    if draft_bytes is None:
+        return CostTable(target)
+    step = draft_bytes / target_bytes
+    return CostTable(target, {1: step, 8: 1.3 * step})
+
+
+class Way(StrEnum):
+    """How a round drafts."""
+
+    NONE = "none"
+    COPY = "copy"  # copied tokens straight to the target
+    MODEL = "model"  # the draft model
+
+
+@dataclass
+class Share:
+    """How often something was kept, on top of a prior belief."""
+
+    prior: float
+    kept: float = 0.0
+    tried: float = 0.0
+
+    @property
+    def value(self) -> float:
+        return (self.kept + PRIOR_WEIGHT * self.prior) / (self.tried + PRIOR_WEIGHT)
+
+    def add(self, kept: bool) -> None:
+        self.tried += 1
+        self.kept += kept
+
+
+@dataclass
+class Takings:
+    """Decayed sums over the rounds of one kind: committed tokens, and seconds by the cost table."""
+
+    rounds: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, tokens: float, seconds: float) -> None:
+        self.rounds = DECAY * self.rounds + 1
+        self.tokens = DECAY * self.tokens + tokens
+        self.seconds = DECAY * self.seconds + seconds
+
+    def gain(self, rate: float) -> float:
+        """Tokens of a mean round beyond what its time is worth; without a round, anything may be hoped for."""
+        return (self.tokens - rate * self.seconds) / self.rounds if self.rounds else float("inf")
+
+
+@dataclass
+class Adaptive:
+    """Chooses each round's way and length for one prompt."""
+
+    costs: CostTable
+    by_confidence: list[Share] = field(default_factory=lambda: [Share(prior) for prior in CONFIDENCE_PRIORS])
+    by_match: list[Share] = field(default_factory=lambda: [Share(prior) for prior in MATCH_PRIORS])
+    behind: Share = field(default_factory=lambda: Share(BEHIND_PRIOR))
+    next: Share = field(default_factory=lambda: Share(NEXT_PRIOR))
+    all_rounds: Takings = field(default_factory=Takings)
+    model_rounds: Takings = field(default_factory=Takings)
+    rest: int = 0  # rounds for which the draft model is left alone
+    longer_rest: int = 2
+
+    @property
+    def plain_rate(self) -> float:
+        """Tokens per second without any drafting."""
+        return 1.0 / self.costs.verify_seconds(0)
+
+    @property
+    def rate(self) -> float:
+        """What a second is worth in tokens: what this prompt reaches, and at least plain decoding."""
+        reached = self.all_rounds.tokens / self.all_rounds.seconds if self.all_rounds.seconds else 0.0
+        return max(self.plain_rate, reached)
+
+    def choose(self, limit: int, match_length: int, num_copied: int) -> tuple[Way, int]:
+        """The way that gains most, and its length. `match_length` is that of the n-gram before the copied tokens."""
+        if limit <= 0:
+            return Way.NONE, 0
+        ways = {(Way.NONE, 0): 1 - self.rate * self.costs.verify_seconds(0)}
+        if num_copied:
+            length, gain = self._best_copy(match_length, min(limit, num_copied))
+            ways[Way.COPY, length] = gain
+        if self.costs.draft is not None and self.rest <= 1:
+            # The last round of a rest is a trial.
+            ways[Way.MODEL, limit] = float("inf") if self.rest == 1 else self.model_rounds.gain(self.rate)
+        self.rest = max(0, self.rest - 1)
+        return max(ways, key=lambda way: ways[way])
+
+    def _best_copy(self, match_length: int, most: int) -> tuple[int, float]:
+        """How many of the copied tokens to send, and the gain."""
+        chance, tokens = self._match(match_length).value, 1.0
+        gains = {}
+        for n in range(1, most + 1):
+            tokens += chance
+            gains[n] = tokens - self.rate * self.costs.verify_seconds(n)
+            chance *= self.behind.value
+        best = max(gains, key=lambda n: gains[n])
+        return best, gains[best]
+
+    def goes_on(self, confidences: Sequence[float]) -> bool:
+        """Whether one more token is worth drafting behind tokens of which the drafter was so sure."""
+        chance = self.next.value
+        for confidence in confidences:
+            chance *= self._confidence(confidence).value
+        n = len(confidences)
+        seconds = self.costs.step_seconds() + self.costs.verify_seconds(n + 1) - self.costs.verify_seconds(n)
+        return chance > self.rate * seconds
+
+    def learn_none(self) -> None:
+        """Take in a round without a draft."""
+        self.all_rounds.add(1, self.costs.verify_seconds(0))
+
+    def learn_copy(self, match_length: int, drafted: int, kept: int) -> None:
+        """Take in a round of copied tokens, `kept` of `drafted`."""
+        self._match(match_length).add(kept > 0)
+        for j in range(1, min(drafted, kept + 1)):
+            self.behind.add(j < kept)
+        self.all_rounds.add(kept + 1, self.costs.verify_seconds(drafted))
+
+    def learn_model(self, confidences: Sequence[float], kept: int, steps: Sequence[int]) -> None:
+        """Take in a round of the draft model; `steps` are the rows of its forwards."""
+        for j, confidence in enumerate(confidences[: kept + 1]):
+            self._confidence(confidence).add(j < kept)
+            self.next.add(j < kept)
+        seconds = self.costs.verify_seconds(len(confidences)) + sum(map(self.costs.step_seconds, steps))
+        self.all_rounds.add(kept + 1, seconds)
+        self.model_rounds.add(kept + 1, seconds)
+        if self.model_rounds.gain(self.plain_rate) < 0:
+            self.rest, self.longer_rest = self.longer_rest, min(2 * self.longer_rest, LONGEST_REST)
+        else:
+            self.longer_rest = 2
+
+    def _match(self, length: int) -> Share:
+        return self.by_match[bisect_right(MATCH_EDGES, length)]
+
+    def _confidence(self, confidence: float) -> Share:
+        return self.by_confidence[bisect_right(CONFIDENCE_EDGES, confidence)]

@@ -13,6 +13,7 @@ from .errors import SettingsError
 
 MODES = ("fly", "exact", "target")
 ENTROPY_KINDS = ("topk", "normalized")
+SCHEDULES = ("constant", "adaptive")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
 DEFAULT_TARGET = "qwen-coder-1.5b"
@@ -37,6 +38,7 @@ class DecodeSettings:
     entropy_top_k: int = 3
     entropy_threshold: float | None = None  # theta: nats for `topk`, a share of ln V for `normalized`
     strict_first: int = 2  # first new tokens in which every mismatch is rejected
+    draft_schedule: str = "constant"  # or adaptive: as many as pay, `draft_tokens` at most
     draft_lookup: bool = True  # copy n-grams inside the draft model's drafting
     max_new_tokens: int = 512
     temperature: float = 0.0  # 0 is greedy
@@ -48,6 +50,7 @@ class DecodeSettings:
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, MODES)
         check_choice("entropy", self.entropy, ENTROPY_KINDS)
+        check_choice("draft_schedule", self.draft_schedule, SCHEDULES)
         check_range("draft_tokens", self.draft_tokens, 0, 1024)
         check_range("window_size", self.window_size, 0, 1024)
         check_range("entropy_top_k", self.entropy_top_k, 1, 1024)

@@ -91,15 +91,17 @@ def test_target_mode_is_plain_greedy_decoding(text):
 @given(
     name=st.sampled_from(sorted(PAIRS)),
     draft_tokens=st.integers(1, 16),
+    schedule=st.sampled_from(["constant", "adaptive"]),
     lookup=st.booleans(),
     seed=st.integers(0, 3),
     sampling=st.sampled_from([{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}]),
     text=st.sampled_from(["abc", "the an in the an in the", "0"]),
 )
-def test_exact_mode_writes_what_target_mode_writes(name, draft_tokens, lookup, seed, sampling, text):
+def test_exact_mode_writes_what_target_mode_writes(name, draft_tokens, schedule, lookup, seed, sampling, text):
     same = {"max_new_tokens": 40, "seed": seed, **sampling}
     target = run(PAIRS[name], text, mode="target", **same)
-    exact = run(PAIRS[name], text, mode="exact", draft_tokens=draft_tokens, draft_lookup=lookup, **same)
+    drafting = {"draft_tokens": draft_tokens, "draft_schedule": schedule, "draft_lookup": lookup}
+    exact = run(PAIRS[name], text, mode="exact", **drafting, **same)
     assert ids_of(exact) == ids_of(target)
     assert exact[-1].text == target[-1].text
 

@@ -27,7 +27,7 @@ RANKS = [
         "picture",
     }
     | {"trace"},
-    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "models"},
+    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "costs", "models"},
     {"draft", "answer"},
     {"decode"},
     {"api"},

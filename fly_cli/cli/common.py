@@ -187,6 +187,15 @@ StrictFirst = Annotated[
         "--strict-first", panel=DECODING, default=shown("strict_first"), help="First new tokens that keep no mismatch."
     ),
 ]
+DraftSchedule = Annotated[
+    str | None,
+    option(
+        "--draft-schedule",
+        panel=DECODING,
+        default=shown("draft_schedule"),
+        help="constant: always --draft-tokens; adaptive: as many as pay on this machine, from the model or the text.",
+    ),
+]
 DraftLookup = Annotated[
     bool | None,
     option(

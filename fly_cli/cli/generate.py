@@ -90,6 +90,7 @@ def generate(
     entropy: common.Entropy = None,
     entropy_top_k: common.EntropyTopK = None,
     strict_first: common.StrictFirst = None,
+    draft_schedule: common.DraftSchedule = None,
     draft_lookup: common.DraftLookup = None,
     max_new_tokens: common.MaxNewTokens = None,
     stop: common.Stop = None,
@@ -147,6 +148,7 @@ def generate(
                 job.write_json(gathered.prompts[0], whole=True)
             case Shape.JSONL:
                 job.write_rows(gathered.prompts)
+        pair.remember_costs()
 
 
 def gather_prompts(prompt: str | None, files: Sequence[Path], talk: Talk, *, raw: bool, read: bool) -> Gathered:

@@ -1,0 +1,71 @@
+"""What forwards cost on this machine: learned from every run, used by the next one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from .cached_model import CachedModel
+from .placement import Placement
+from .schedule import CostTable, guess_costs
+from .storage import default_cache_dir
+
+MOST_ROWS = 64  # more rows are prefill
+
+
+def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -> CostTable:
+    """The stored table of these models, placed so, on this machine; a guess from their sizes before the first run."""
+    target, *draft = placements
+    guess = guess_costs(target.weight_bytes, draft[0].weight_bytes if draft else None)
+    stored = read(costs_file(placements, cache_dir))
+    if not stored.get("target") or (draft and not stored.get("draft")):
+        return guess
+    return CostTable(stored["target"], stored["draft"] if draft else None)
+
+
+def store_costs(placements: Sequence[Placement], models: Sequence[CachedModel], cache_dir: Path | None = None) -> None:
+    """Mix what the models took in this run into the stored table, half and half. An unwritable cache is no error."""
+    file = costs_file(placements, cache_dir)
+    table = read(file)
+    for name, model in zip(("target", "draft"), models, strict=False):
+        known = table.setdefault(name, {})
+        for rows, seconds in model.timings.items():
+            if rows <= MOST_ROWS:
+                known[rows] = (known.get(rows, median(seconds)) + median(seconds)) / 2
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(table), encoding="utf-8")
+        scratch.replace(file)
+    except OSError:
+        return
+
+
+def costs_file(placements: Sequence[Placement], cache_dir: Path | None) -> Path:
+    """Where the table is kept: a name for machine, library, models and places."""
+    machine = [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
+    if torch.cuda.is_available():
+        machine.append(torch.cuda.get_device_name())
+    key = json.dumps([machine, [place.describe() for place in placements]])
+    return (cache_dir or default_cache_dir()) / "costs" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def read(file: Path) -> dict[str, dict[int, float]]:
+    """The stored table, empty where there is none that makes sense."""
+    try:
+        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return {
+            name: {int(rows): float(seconds) for rows, seconds in content[name].items() if float(seconds) > 0}
+            for name in ("target", "draft")
+            if name in content
+        }
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}

@@ -1,0 +1,140 @@
+"""The adaptive schedule on made-up machines and prompts: a table of costs and chances, no clocks."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fly_cli.schedule import Adaptive, CostTable, Way, guess_costs, interpolate, room_for_draft
+
+CHEAP_ROWS = CostTable({1: 1.0, 16: 1.3}, {1: 0.2})  # a machine with matrix units
+DEAR_ROWS = CostTable({1: 1.0, 16: 4.5}, {1: 0.35})  # one without
+
+
+def play(costs, keep, rounds=400, match=0, copy_keep=0.0, seed=0):
+    """Tokens per unit of plain decoding time of a prompt whose drafts are kept with chance `keep(confidence)`."""
+    dice, policy = random.Random(seed), Adaptive(costs)
+    tokens = seconds = 0.0
+    ways = []
+    for _ in range(rounds):
+        way, limit = policy.choose(15, match, 15 if match else 0)
+        ways.append(way)
+        if way is Way.MODEL:
+            confidences = [dice.choice((0.4, 0.75, 0.92, 0.995))]
+            while len(confidences) < limit and policy.goes_on(confidences):
+                confidences.append(dice.choice((0.4, 0.75, 0.92, 0.995)))
+            kept = next((j for j, c in enumerate(confidences) if dice.random() > keep(c)), len(confidences))
+            policy.learn_model(confidences, kept, [1] * len(confidences))
+            seconds += len(confidences) * costs.step_seconds() + costs.verify_seconds(len(confidences))
+        elif way is Way.COPY:
+            kept = next((j for j in range(limit) if dice.random() > copy_keep), limit)
+            policy.learn_copy(match, limit, kept)
+            seconds += costs.verify_seconds(limit)
+        else:
+            kept = 0
+            policy.learn_none()
+            seconds += costs.verify_seconds(0)
+        tokens += kept + 1
+    return tokens / seconds, ways
+
+
+@pytest.mark.parametrize("costs", [CHEAP_ROWS, DEAR_ROWS])
+@pytest.mark.parametrize("chance", [0.0, 0.2, 0.5])
+def test_useless_drafts_cost_little_over_plain_decoding(costs, chance):
+    rate, ways = play(costs, lambda _: chance)
+    assert rate > 0.93
+    if chance == 0:
+        assert ways.count(Way.NONE) > 0.8 * len(ways)
+
+
+def test_good_drafts_are_used_to_the_full_where_rows_are_cheap():
+    rate, ways = play(CHEAP_ROWS, lambda _: 0.97)
+    assert rate > 2.0
+    assert ways.count(Way.MODEL) > 0.95 * len(ways)
+
+
+def test_a_drafter_that_knows_when_it_is_right_beats_one_that_does_not():
+    knowing, _ = play(CHEAP_ROWS, lambda c: {0.4: 0.1, 0.75: 0.7, 0.92: 0.97, 0.995: 1.0}[c])
+    blind, _ = play(CHEAP_ROWS, lambda _: 0.69)  # the same share on the whole
+    assert knowing > blind
+
+
+def test_copied_tokens_that_hold_are_sent_straight_to_the_target():
+    rate, ways = play(CHEAP_ROWS, lambda _: 0.9, match=8, copy_keep=0.97)
+    assert ways.count(Way.COPY) > 0.9 * len(ways)
+    assert rate > 5
+
+
+@pytest.mark.parametrize("costs", [CHEAP_ROWS, DEAR_ROWS])
+def test_copied_tokens_that_never_hold_soon_cost_nothing(costs):
+    rate, _ = play(costs, lambda _: 0.0, match=8, copy_keep=0.0)
+    assert rate > 0.92
+
+
+def test_fewer_copied_tokens_are_sent_where_rows_are_dear():
+    lengths = []
+    for costs in (CHEAP_ROWS, DEAR_ROWS):
+        policy = Adaptive(costs)
+        policy.rest = 100  # no draft model
+        lengths.append(policy.choose(15, 4, 15)[1])
+    assert lengths[0] > lengths[1]
+
+
+def test_a_draft_stops_sooner_after_doubt_and_where_steps_are_dear():
+    sure, doubtful = [0.995] * 4, [0.995, 0.2]
+    assert Adaptive(CHEAP_ROWS).goes_on(sure)
+    assert not Adaptive(CHEAP_ROWS).goes_on(doubtful)
+    assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure)
+
+
+def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_when_it_does():
+    policy = Adaptive(CHEAP_ROWS)
+    tries = []
+    for i in range(200):
+        way, _ = policy.choose(15, 0, 0)
+        if way is Way.MODEL:
+            tries.append(i)
+            policy.learn_model([0.9] * 5, 0, [1] * 5)
+        else:
+            policy.learn_none()
+    gaps = [b - a for a, b in pairwise(tries)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] > 30
+    for _ in range(200):
+        way, _ = policy.choose(15, 0, 0)
+        if way is Way.MODEL:
+            policy.learn_model([0.99] * 10, 10, [1] * 10)
+        else:
+            policy.learn_none()
+    assert policy.choose(15, 0, 0)[0] is Way.MODEL
+
+
+def test_choices_are_a_function_of_what_was_seen():
+    assert play(DEAR_ROWS, lambda _: 0.8, seed=3)[1] == play(DEAR_ROWS, lambda _: 0.8, seed=3)[1]
+
+
+def test_without_a_draft_model_there_is_nothing_but_copying():
+    policy = Adaptive(CostTable({1: 1.0, 16: 1.3}))
+    assert policy.choose(15, 0, 0) == (Way.NONE, 0)
+    assert policy.choose(15, 8, 5)[0] is Way.COPY
+    assert policy.choose(0, 8, 5) == (Way.NONE, 0)
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.001, 10), min_size=1, max_size=6), st.integers(1, 80))
+def test_more_rows_never_cost_less_between_two_points_of_a_rising_table(points, rows):
+    rising = dict(zip(sorted(points), sorted(points.values()), strict=True))
+    assert 0 < interpolate(rising, rows) <= interpolate(rising, rows + 1) + 1e-12
+    for known in rising:
+        assert interpolate(rising, known) == pytest.approx(rising[known])
+
+
+def test_a_table_has_a_name_that_changes_with_its_numbers():
+    assert guess_costs(4, 1).digest == guess_costs(4, 1).digest
+    assert guess_costs(4, 1).digest != guess_costs(4, 2).digest
+
+
+@pytest.mark.parametrize(("draft_tokens", "room", "expected"), [(15, 100, 15), (15, 8, 7), (15, 1, 0), (0, 9, 0)])
+def test_a_draft_leaves_room_for_the_target_own_token(draft_tokens, room, expected):
+    assert room_for_draft(draft_tokens, room) == expected
