@@ -12,7 +12,8 @@ import fly_cli
 PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
     {"errors", "events", "progress"},
-    {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"},
+    {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"}
+    | {"score", "intervals"},
     {
         "text",
         "detokenize",
