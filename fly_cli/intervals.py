@@ -5,8 +5,9 @@ row a prompt, one column a measured quantity, both arms in the same row. So a ra
 of two ratios are all handled the same way, and what two arms share (an easy prompt, a slow minute) cancels.
 
 The interval is the percentile interval, widened for few prompts as Student's t is (the "expanded percentile"):
-plain percentile and BCa intervals are too narrow there. No interval is given for fewer than `MIN_PROMPTS` prompts, nor
-where the figure has no value in too many resamples (a score of zero to divide by).
+plain percentile and BCa intervals are narrower and hold the truth less often. In simulations of speed-ups a 95%
+interval held it in 85% of cases with 4 prompts, 90 to 92% with 8 to 12, 93% with 24 to 40. No interval is given for
+fewer than `MIN_PROMPTS` prompts, nor where too many resamples have no value (a score of zero to divide by).
 """
 
 from __future__ import annotations
