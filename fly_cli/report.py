@@ -155,7 +155,7 @@ def compare(
     )
     return {
         "format": FORMAT,
-        "settings": differing("", summary_a["header"], summary_b["header"]),
+        "settings": differing("", *({**one["header"], "sessions": None} for one in (summary_a, summary_b))),
         "num_common_prompts": len(prompts_a & prompts_b),
         "num_prompts_only_a": len(prompts_a - prompts_b),
         "num_prompts_only_b": len(prompts_b - prompts_a),
