@@ -5,19 +5,20 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
 
 from .answer import Answer
 from .draft import COPIED_TOKENS, AdaptiveDrafter, Draft, Drafter, LookupDrafter, ModelDrafter
 from .errors import PromptError
-from .events import Drafted, Event, Origin, Round, Started
+from .events import Drafted, Event, Round, Started, Token
 from .evidence import measure
 from .prompts import Prompt
 from .sampling import Chooser
 from .schedule import Adaptive, room_for_draft
 from .settings import DecodeSettings
-from .verify import Evidence, judge
+from .verify import Evidence, Verdict, judge
 
 if TYPE_CHECKING:
     from .models import Pair
@@ -34,9 +35,8 @@ def decode(
     seconds, whatever the consumer does between two events included. Raises `PromptError` for a prompt that the
     model cannot take and `DecodeError` for logits that are not finite.
     """
-    began = now = perf_counter()
-    if settings is None:
-        settings = DecodeSettings()
+    watch = Stopwatch()
+    settings = settings or DecodeSettings()
     if settings.seed is None:
         settings = replace(settings, seed=secrets.randbits(32))
     if isinstance(prompt, str):
@@ -50,9 +50,8 @@ def decode(
     answer = Answer(codec, encoded.ids, settings, target.max_length)
 
     def verify(draft_ids: Sequence[int]) -> Evidence:
-        logits = target.read(ids + list(draft_ids), last=len(draft_ids) + 1)
         return measure(
-            logits,
+            target.read(ids + list(draft_ids), last=len(draft_ids) + 1),
             draft_ids,
             position=len(ids),
             num_new_tokens=answer.num_tokens,
@@ -62,35 +61,34 @@ def decode(
             record=record,
         )
 
-    first = judge(verify([]), settings)
-    tokens = answer.add([first.final_id], [Origin.TARGET])
-    ids += [token.id for token in tokens]
-    now = perf_counter()
-    yield Started(prompt.id, encoded.ids, tokens[0], answer.held, now - began, settings.as_json(), encoded.notes)
+    def commit(draft_ids: Sequence[int], verdict: Verdict) -> tuple[Token, ...]:
+        tokens = answer.add(
+            [*draft_ids[: verdict.num_kept], verdict.final_id], [*verdict.origins, verdict.final_origin]
+        )
+        ids.extend(token.id for token in tokens)
+        return tokens
 
-    index = 0
-    while not answer.finished:
-        round_began = now
+    (first,) = commit([], judge(verify([]), settings))
+    yield Started(prompt.id, encoded.ids, first, answer.held, watch.lap(), settings.as_json(), encoded.notes)
+    for index in count():
+        if answer.finished:
+            break
         draft_forward, verify_forward = drafter.forward_seconds, target.forward_seconds
         target.settle(len(ids) - 1)
+        other_seconds = watch.lap()
 
-        draft_began = perf_counter()
         limit = room_for_draft(settings.draft_tokens, answer.room)
         draft = drafter.propose(ids, limit) if limit else Draft()
         drafted = answer.preview(draft.ids, draft.sources)
-        draft_seconds = perf_counter() - draft_began
+        draft_seconds = watch.lap()
         yield Drafted(index, drafted)
+        other_seconds += watch.lap()
 
-        verify_began = perf_counter()
         evidence = verify(draft.ids)
-        verify_seconds = perf_counter() - verify_began
+        verify_seconds = watch.lap()
         verdict = judge(evidence, settings)
         drafter.learn(draft, verdict.num_kept)
-        kept = draft.ids[: verdict.num_kept]
-        tokens = answer.add([*kept, verdict.final_id], [*verdict.origins, verdict.final_origin])
-        ids += [token.id for token in tokens]
-
-        now = perf_counter()
+        tokens = commit(draft.ids, verdict)
         yield Round(
             index=index,
             drafted=drafted,
@@ -100,13 +98,27 @@ def decode(
             held=answer.held,
             draft_seconds=draft_seconds,
             verify_seconds=verify_seconds,
-            other_seconds=now - round_began - draft_seconds - verify_seconds,
+            other_seconds=other_seconds + watch.lap(),
             draft_forward_seconds=drafter.forward_seconds - draft_forward,
             verify_forward_seconds=target.forward_seconds - verify_forward,
             notes=draft.notes,
         )
-        index += 1
-    yield answer.finish(perf_counter() - began)
+    yield answer.finish(watch.total())
+
+
+class Stopwatch:
+    """Laps of wall clock, in seconds; together they are the total."""
+
+    def __init__(self) -> None:
+        self._began = self._last = perf_counter()
+
+    def lap(self) -> float:
+        """Time since the last lap."""
+        before, self._last = self._last, perf_counter()
+        return self._last - before
+
+    def total(self) -> float:
+        return perf_counter() - self._began
 
 
 def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Drafter:

@@ -12,7 +12,8 @@ import fly_cli
 PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
     {"errors", "events", "progress"},
-    {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"},
+    {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"}
+    | {"score", "intervals"},
     {
         "text",
         "detokenize",
@@ -26,16 +27,19 @@ RANKS = [
         "commentary",
         "picture",
     }
-    | {"trace"},
-    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "costs", "models"},
+    | {"bench_rows", "bench_plan"}
+    | {"trace", "figures", "report", "tables", "plots"},
+    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "costs", "models"}
+    | {"machine", "processes"},
     {"draft", "answer"},
     {"decode"},
-    {"api"},
+    {"api", "peers", "bench"},
     {"cli", "__main__", "__init__"},
 ]
 RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
 WITHOUT_TORCH = ["errors", "events", "settings", "config", "verify", "schedule", "catalog", "prompts", "stats"]
-WITHOUT_TORCH += ["render", "trace", "theme", "commentary", "picture", "cli"]
+WITHOUT_TORCH += ["render", "trace", "theme", "commentary", "picture", "report", "cli"]
+WITHOUT_TORCH += ["bench_rows", "bench_plan", "processes", "machine"]
 HEAVY = {"torch", "transformers", "accelerate"}
 
 

@@ -1,0 +1,251 @@
+"""The results folder of a bench: a header of settings, and one row for each answered turn, safe on disk at once.
+
+    settings.json      the header: everything that the rows depend on
+    rows.jsonl         a row a line: (prompt, arm, repeat, turn), in the order of the plan
+    rows.rank1.jsonl   rows of one of several processes, until they are merged
+
+A process that is killed leaves at worst half a line at the end, which the next reader drops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import FlyError, UsageError
+from .stats import Summary
+
+FORMAT = 1
+HEADER, ROWS = "settings.json", "rows.jsonl"
+RANK_ROWS = "rows.rank*.jsonl"
+UNCOMPARED = {"sessions"}  # parts of the header that may differ when a run goes on
+FIGURES = tuple(field.name for field in fields(Summary))
+
+Row = dict[str, Any]
+Key = tuple[str, str, int, int]  # prompt id, arm, repeat, turn
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What an arm made of one turn. `figures` are those of `Summary.as_json` that the arm can tell."""
+
+    text: str
+    ids: Sequence[int]
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def ok_row(key: Key, labels: Mapping[str, Any], answered: Answered, **more: Any) -> Row:
+    """The row of a turn that was answered; figures that the arm cannot tell are None."""
+    figures = dict.fromkeys(FIGURES) | dict(answered.figures) | {"prompt_id": key[0]}
+    return {
+        **_start(key, labels, "ok", None),
+        **figures,
+        "text": answered.text,
+        "ids": list(answered.ids),
+        "score": None,
+        "scorer": None,
+        **more,
+    }
+
+
+def failed_row(key: Key, labels: Mapping[str, Any], error: str, **more: Any) -> Row:
+    """The row of a turn that could not be answered."""
+    return {**_start(key, labels, "failed", error), **more}
+
+
+def _start(key: Key, labels: Mapping[str, Any], status: str, error: str | None) -> Row:
+    prompt_id, arm, repeat, turn = key
+    return {
+        "prompt_id": prompt_id,
+        **labels,
+        "arm": arm,
+        "repeat": repeat,
+        "turn": turn,
+        "status": status,
+        "error": error,
+    }
+
+
+def key_of(row: Mapping[str, Any]) -> Key:
+    """What a row is about; no two rows of a result share it."""
+    return row["prompt_id"], row["arm"], row["repeat"], row["turn"]
+
+
+# --- the folder -----------------------------------------------------------------------------------------------------
+
+
+class Results:
+    """A results folder that is being filled. Several processes may share it, each with a `rank` of its own."""
+
+    def __init__(self, folder: Path, rank: int | None = None) -> None:
+        self.folder = folder
+        self._path = folder / (ROWS if rank is None else f"rows.rank{rank}.jsonl")
+        self._descriptor: int | None = None
+
+    def append(self, row: Row) -> None:
+        """Put the row on disk before anything else happens."""
+        if self._descriptor is None:
+            cut_half_line(self._path)
+            self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        write_all(self._descriptor, to_line(row))
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def rows(self) -> Iterator[Row]:
+        """Every row in the folder once, whichever process wrote it."""
+        seen: set[Key] = set()
+        for path in [self.folder / ROWS, *rank_files(self.folder)]:
+            for row in read_rows(path):
+                if key_of(row) not in seen:
+                    seen.add(key_of(row))
+                    yield row
+
+    def merge(self, order: Iterable[Key]) -> None:
+        """Put the rows of all processes into one file, in `order`. The others must have closed theirs."""
+        ranks = rank_files(self.folder)
+        if not ranks:
+            return
+        self.close()
+        place = {key: number for number, key in enumerate(order)}
+        rows = sorted(self.rows(), key=lambda row: place.get(key_of(row), len(place)))
+        write_whole(self.folder / ROWS, b"".join(map(to_line, rows)))
+        for path in ranks:  # a crash before this line leaves copies, which `rows` passes over
+            path.unlink()
+
+
+def rank_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob(RANK_ROWS))
+
+
+def begin(folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
+    """Make the folder and its header, or take up what is there. Raises what `check_folder` raises."""
+    check_folder(folder, header, resume=resume)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FlyError(f"the folder `{folder}` cannot be made: {error.strerror}", hint="choose another") from None
+    before = read_header(folder) if (folder / HEADER).exists() else {}
+    sessions = [*before.get("sessions", ()), *header.get("sessions", ())]
+    write_whole(folder / HEADER, to_json({**before, **header, "sessions": sessions}))
+
+
+def check_folder(folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
+    """Raise `UsageError` where the folder holds something, unless `resume` is to go on with the same settings.
+
+    Of the header only the parts that are given are compared: some are known before a model is loaded, some after.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"`{folder}` is no folder", hint="give another `--out`")
+    if not folder.exists() or not any(folder.iterdir()):
+        return
+    if not resume:
+        raise UsageError(
+            f"`{folder}` is not empty", hint="`--resume` goes on where it stopped; or give another `--out`"
+        )
+    changes = differences(read_header(folder), header)
+    if changes:
+        raise UsageError(
+            f"`{folder}` was made with other settings: {'; '.join(changes)}",
+            hint="use the same settings, or another `--out`",
+        )
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of a results folder. Raises `UsageError` where there is none."""
+    try:
+        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+    except OSError:
+        raise UsageError(f"`{folder}` holds no results: it has no {HEADER}", hint="check the path") from None
+    except ValueError:
+        raise UsageError(f"`{folder / HEADER}` is not JSON", hint="that folder is damaged; use another") from None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise UsageError(f"`{folder}` has another format", hint=f"this version of fly reads format {FORMAT}")
+    return header
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """What differs, as `arms.fly.settings.draft_tokens 15, now 5`, in the parts that both headers have."""
+    shared = [name for name in now if name in before and name not in UNCOMPARED]
+    return [line for name in shared for line in _differences(name, before[name], now[name])]
+
+
+def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
+    before, now = json.loads(to_json(before)), json.loads(to_json(now))  # tuples as lists, numbers as keys as texts
+    if isinstance(before, dict) and isinstance(now, dict):
+        for key in dict.fromkeys([*before, *now]):
+            yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif before != now:
+        yield f"{name} {_short(before)}, now {_short(now)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file, if there is one. Half a line at the end is no row. Raises `UsageError` for a bad line."""
+    if not path.exists():
+        return
+    with path.open("rb") as lines:  # in bytes: only LF ends a line, and answers may hold U+2028
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                row = json.loads(line)
+                key_of(row)
+            except (ValueError, KeyError, TypeError):
+                raise UsageError(f"{path}:{number} is no row of a bench", hint="remove that line") from None
+            yield row
+
+
+def cut_half_line(path: Path) -> None:
+    """Take away what a killed process left behind the last whole line."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        position = file.seek(0, os.SEEK_END)
+        while position > 0:
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+            position = start
+        file.truncate(0)
+
+
+def to_line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def to_json(value: Any) -> bytes:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file in one step as others see it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with unfinished.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def write_all(descriptor: int, content: bytes) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]

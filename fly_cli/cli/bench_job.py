@@ -1,0 +1,195 @@
+"""One run of `fly bench`, from its settings to its table."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import score
+from ..bench_plan import NEED_DRAFT, WARMUP_TOKENS, Arm, Chosen, Plan
+from ..bench_rows import FORMAT, Results, Row, begin, check_folder, read_header, to_json, write_whole
+from ..catalog import Catalog
+from ..config import Effective
+from ..errors import FlyError, UsageError
+from ..processes import Processes
+from ..prompts import Prompt
+from ..render import write
+from ..settings import LOOKUP
+from .bench_view import make_view
+from .generate import load
+from .process import interruption
+from .talk import Talk
+
+if TYPE_CHECKING:
+    from ..models import Pair
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured, where the results go, and which process this is."""
+
+    plan: Plan
+    settings: Effective
+    chosen: Chosen
+    processes: Processes
+    warmup: int
+    run_code: bool
+    folder: Path
+    resume: bool
+    talk: Talk
+
+    def run(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
+        """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns."""
+        first = self.processes.first
+        if first:
+            check_folder(self.folder, self.header(), resume=self.resume)
+        pair = load(self.settings, catalog, self.talk)
+        if first:
+            self.prepare(pair)
+        self.processes.announce("prepared")
+        self.processes.wait_for("prepared", self.processes.world)
+        try:
+            self.measure(pair)
+            if first:
+                self.processes.wait_for("measured", self.processes.world)
+                Results(self.folder).merge(self.plan.row_keys())
+        finally:
+            errors = self.conclude(as_json=as_json, keep=keep, plots=plots) if first else []
+        if errors:
+            raise FlyError(
+                f"{len(errors)} of {len(self.plan.row_keys())} turns failed, first {errors[0]}",
+                hint="their rows have `status` failed and the `error`; no figure counts them",
+            )
+
+    def header(self, pair: Pair | None = None) -> dict[str, Any]:
+        """All that the rows depend on; without a pair what is known before it is loaded."""
+        known = {
+            "format": FORMAT,
+            "arms": {arm.name: arm.as_json() for arm in self.plan.arms},
+            "models": self.settings.models.as_json(),
+            "text": asdict(self.settings.text),
+            "prompts": self.chosen.as_json(),
+            "seed": self.plan.seed,
+            "repeat": self.plan.repeat,
+            "warmup": self.warmup,
+            "run_code": self.run_code,
+        }
+        if pair is None:
+            return known
+        from ..machine import describe_machine, identify_model
+
+        models = [model for model in (pair.target, pair.draft) if model is not None]
+        with self.talk.status("identifying the models"):
+            weights = [identify_model(Path(model.model.name_or_path)) for model in models]
+        session = {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "processes": self.processes.world,
+            "machine": describe_machine(),
+        }
+        return {**pair.describe(), **known, "weights": weights, "sessions": [session]}
+
+    def prepare(self, pair: Pair) -> None:
+        """Make the folder ready for all processes."""
+        header = self.header(pair)
+        begin(self.folder, header, resume=self.resume)
+        Results(self.folder).merge(self.plan.row_keys())
+        machines = [session["machine"] for session in read_header(self.folder)["sessions"]]
+        if machines[0] != machines[-1]:
+            self.talk.note("the results so far come from another machine; the report names both")
+
+    def measure(self, pair: Pair) -> None:
+        """Run what is not done yet, and put each row on disk before the next turn begins."""
+        from ..bench import done_texts, run, warm_up
+
+        share = self.plan.share(self.processes.rank, self.processes.world)
+        results = Results(self.folder, self.processes.rank if self.processes.world > 1 else None)
+        done = done_texts(results.rows())
+        expected = [key for key in share.row_keys() if key not in done]
+        if done:
+            self.talk.note(f"{len(done)} turns are done already, {len(expected)} are left")
+        if expected and self.warmup:
+            with self.talk.status("warming up"):
+                for note in warm_up(pair, share, self.warmup):
+                    self.talk.note(note)
+        view = make_view(expected, self.talk.policy, quiet=self.talk.quiet)
+        try:
+            for row in run(share, pair, done=done, grade=self.grade):
+                with interruption.deferred():
+                    results.append(row)
+                    view.handle(row)
+        finally:
+            view.close()
+            results.close()
+        self.processes.announce("measured")
+
+    def grade(self, prompt: Prompt, text: str) -> dict[str, Any]:
+        """How good an answer is, as fields of its row."""
+        graded = score.score(prompt.fields, text, run_code=self.run_code)
+        return {"score": graded.value, "scorer": prompt.fields.get("scorer"), "score_reason": graded.reason}
+
+    def conclude(self, *, as_json: bool, keep: bool, plots: bool) -> list[str]:
+        """Show the result, also of a part; `keep` writes it into the folder as well. The errors of failed turns."""
+        from .. import report
+
+        errors: list[str] = []
+        num_rows = 0
+
+        def counted() -> Iterator[Row]:
+            nonlocal num_rows
+            for row in Results(self.folder).rows():
+                num_rows += 1
+                if row["status"] != "ok":
+                    errors.append(f"`{row['prompt_id']}` in `{row['arm']}`: {row['error']}")
+                yield row
+
+        summary = report.summarise(read_header(self.folder), counted())
+        if not num_rows:
+            return []
+        expected = len(self.plan.row_keys())
+        summary |= {"complete": num_rows == expected, "num_rows": num_rows, "num_expected_rows": expected}
+        if self.warmup:
+            summary["notes"].append(f"warm-up: {self.warmup} x {WARMUP_TOKENS} tokens with each arm, in no figure")
+        if num_rows < expected:
+            summary["notes"].insert(0, f"{num_rows} of {expected} turns are done, and the figures are of these alone")
+        if keep:
+            write_whole(self.folder / "summary.json", to_json(summary))
+            drawn = report.write_plots(summary, self.folder) if plots else []
+            write_whole(self.folder / "report.md", report.to_markdown(summary, drawn).encode())
+        write(sys.stdout, (to_text(summary) if as_json else report.format_table(summary)).rstrip("\n") + "\n")
+        return errors
+
+
+def choose_models(arms: Sequence[Arm], settings: Effective, local_rank: int | None) -> Effective:
+    """The settings for loading what the arms need: a draft model only for those that ask it, and a GPU each."""
+    needed = any(arm.kind in NEED_DRAFT for arm in arms)
+    if settings.models.draft in (None, LOOKUP) and any(arm.kind == "hf-assisted" for arm in arms):
+        raise UsageError("the arm `hf-assisted` needs a draft model", hint="name one with `--draft`, or drop the arm")
+    models = settings.models if needed else replace(settings.models, draft=LOOKUP)
+    if local_rank is not None and models.device_map == "auto":
+        import torch
+
+        if torch.cuda.is_available():  # each process would otherwise plan for all GPUs
+            models = replace(models, device_map=f"cuda:{local_rank}")
+    return replace(settings, models=models, decode=replace(settings.decode, mode="fly"))
+
+
+def show_comparison(a: Path, b: Path, *, as_json: bool) -> None:
+    """Two results side by side. Needs neither models nor torch."""
+    from .. import report
+
+    both: list[Any] = []
+    for folder in (a, b):
+        header = read_header(folder)
+        both += [report.summarise(header, Results(folder).rows()), Results(folder).rows()]
+    comparison = report.compare(*both)
+    text = to_text(comparison) if as_json else report.format_comparison(comparison, a.name, b.name)
+    write(sys.stdout, text.rstrip("\n") + "\n")
+
+
+def to_text(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

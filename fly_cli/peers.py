@@ -1,0 +1,142 @@
+"""The ways of transformers to decode, as arms of a bench: the same weights, prompt ids and stop rules as ours.
+
+Greedy, without penalties, and otherwise with transformers' own defaults: what a checkpoint's generation config asks
+for is left out, on both models, as it is in our own arms. `hf` is plain `generate`, `hf-assisted` has the draft model
+as `assistant_model`, `hf-lookup` has `prompt_lookup_num_tokens` 10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+
+from .answer import Answer
+from .bench_rows import Answered
+from .decode import room_for_prompt
+from .errors import UsageError
+from .events import Origin
+from .prompts import Prompt
+from .settings import DecodeSettings
+from .stats import ratio
+
+if TYPE_CHECKING:
+    from .models import Pair
+
+LOOKUP_TOKENS = 10  # transformers has no default of its own; its documentation uses 10
+
+
+class Watch(StoppingCriteria):  # type: ignore[misc]
+    """Hands every new token to the answer, notes when the first one came, and ends the run where the answer ends."""
+
+    def __init__(self, answer: Answer, num_prompt_tokens: int) -> None:
+        self.answer = answer
+        self.ids: list[int] = []
+        self.first_at: float | None = None
+        self._seen = num_prompt_tokens
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        new = input_ids[0, self._seen :].tolist()  # waits for the device, so the clock read next is true
+        if self.first_at is None:
+            self.first_at = perf_counter()
+        self._seen += len(new)
+        if not self.answer.finished:  # a block may go on behind a stop string
+            self.ids += [token.id for token in self.answer.add(new, [Origin.TARGET] * len(new))]
+        return torch.full((1,), self.answer.finished, dtype=torch.bool, device=input_ids.device)
+
+
+def answer_with(kind: str, pair: Pair, prompt: Prompt, settings: DecodeSettings) -> Answered:
+    """What transformers' `generate` makes of the prompt, in the way `kind`.
+
+    The time to the first token ends with the forward that gave it: with an assistant that includes a first draft.
+    Raises `PromptError` as our own arms do.
+    """
+    began = perf_counter()
+    model, max_length = pair.target.model, pair.target.max_length
+    ids = pair.codec.encode(prompt).ids
+    room_for_prompt(len(ids), max_length)
+    answer = Answer(pair.codec, ids, settings, max_length)
+    watch = Watch(answer, len(ids))
+    extra, models = extras(kind, pair)
+    inputs = torch.tensor([ids], dtype=torch.long, device=input_device(model))
+    with plain_configs(models):
+        model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            generation_config=greedy_config(sorted(pair.codec.stop_ids), answer.room),
+            stopping_criteria=StoppingCriteriaList([watch]),
+            **extra,
+        )
+    seconds = perf_counter() - began
+    finished = answer.finish(seconds)
+    figures = timings(len(ids), len(watch.ids), (watch.first_at or began) - began, seconds)
+    return Answered(finished.text, watch.ids, figures | {"finish_reason": finished.reason})
+
+
+def extras(kind: str, pair: Pair) -> tuple[dict[str, Any], list[Any]]:
+    """What this way to decode wants besides, and the models that take part."""
+    model = pair.target.model
+    match kind:
+        case "hf":
+            return {}, [model]
+        case "hf-lookup":
+            return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, [model]
+        case "hf-assisted" if pair.draft is not None:
+            assistant = pair.draft.model
+            extra: dict[str, Any] = {"assistant_model": assistant}
+            if model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size:
+                # Embeddings padded to other sizes: transformers then wants both tokenizers, and goes by way of text.
+                extra |= {"tokenizer": pair.codec.tokenizer, "assistant_tokenizer": pair.codec.tokenizer}
+            return extra, [model, assistant]
+        case "hf-assisted":
+            raise UsageError("`hf-assisted` needs a draft model", hint="name one with `--draft`")
+        case _:
+            raise ValueError(kind)
+
+
+def greedy_config(stop_ids: Sequence[int], max_new_tokens: int) -> GenerationConfig:
+    """All that is set for every peer."""
+    return GenerationConfig(
+        do_sample=False,
+        max_new_tokens=max_new_tokens,
+        eos_token_id=list(stop_ids) or None,
+        pad_token_id=stop_ids[0] if stop_ids else 0,  # one sequence is never padded; unset it would warn
+    )
+
+
+@contextmanager
+def plain_configs(models: Sequence[Any]) -> Iterator[None]:
+    """`generate` fills what is unset from the models' own generation configs: meanwhile they have none."""
+    before = [model.generation_config for model in models]
+    for model in models:
+        model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        for model, config in zip(models, before, strict=True):
+            model.generation_config = config
+
+
+def input_device(model: Any) -> torch.device:
+    """Where ids go. With accelerate's hooks, offloaded embeddings live on "meta" between forwards."""
+    device: torch.device = model.get_input_embeddings().weight.device
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def timings(num_prompt_tokens: int, num_new_tokens: int, ttft_s: float, seconds: float) -> dict[str, Any]:
+    """The figures that can be told from outside, by the counting rules of `stats`."""
+    decode_s, after_first = seconds - ttft_s, num_new_tokens - 1
+    return {
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_new_tokens": num_new_tokens,
+        "ttft_s": ttft_s,
+        "decode_s": decode_s,
+        "decode_tps": ratio(after_first, decode_s) if after_first > 0 else None,
+        "end_to_end_tps": ratio(num_new_tokens, seconds),
+        "tpot_ms": ratio(1000 * decode_s, after_first) if decode_s > 0 else None,
+    }
