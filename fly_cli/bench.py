@@ -76,16 +76,18 @@ def measure(pair: Pair, prompt: Prompt, kind: str, settings: DecodeSettings, key
     labels = labels_of(prompt)
     forget(pair)
     memory = PeakMemory()
+    failure = None
     began = perf_counter()
     try:
         answered = answer(pair, prompt, kind, settings)
-        wall_s = perf_counter() - began
     except Exception as error:  # what one turn cannot do says nothing about the others
-        wall_s = perf_counter() - began
-        row = failed_row(key, labels, describe_failure(error), peak_memory_bytes=memory.read(), wall_s=wall_s)
+        failure = describe_failure(error)
+    costs = {"peak_memory_bytes": memory.read(), "wall_s": perf_counter() - began}
+    if failure is not None:
         forget(pair)
-        return row
-    row = ok_row(key, labels, answered, peak_memory_bytes=memory.read(), wall_s=wall_s)
+        release_memory()
+        return failed_row(key, labels, failure, **costs)
+    row = ok_row(key, labels, answered, **costs)
     return row | dict(grade(prompt, answered.text)) if grade else row
 
 
@@ -129,14 +131,19 @@ def forget(pair: Pair) -> None:
             model.reset()
 
 
+def release_memory() -> None:
+    """Give back what a failed turn held, for the next one to use."""
+    gc.collect()
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()
+
+
 def describe_failure(error: Exception) -> str:
     """What went wrong, and what to do about it, on one line."""
     if isinstance(error, FlyError):
         return f"{error.message} ({error.hint})" if error.hint else error.message
     detail = " ".join(str(error).split())[:300]
     if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in detail:
-        gc.collect()
-        torch.accelerator.empty_cache() if torch.accelerator.is_available() else None
         size = f" ({detail})" if detail else ""
         return f"memory ran out{size}: use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt"
     return f"{type(error).__name__}: {detail}"

@@ -26,6 +26,7 @@ OWN_ARMS = {  # name -> the mode it decodes in
 PEERS = ("hf", "hf-assisted", "hf-lookup")  # transformers' own ways to decode
 ARMS = (*OWN_ARMS, *PEERS)
 DEFAULT_ARMS = "target,exact,fly"
+STDIN = Path("-")
 WARMUP_TOKENS = 16  # an arm's first runs pay for what later ones find ready
 NEED_DRAFT = ("exact", "fly", "hf-assisted")  # exact and fly copy from the text where the draft is `lookup`
 SHARED_SETTINGS = {"mode", "seed", "stop", "max_new_tokens", "temperature", "top_p", "top_k"}  # the same for all arms
@@ -146,9 +147,11 @@ def choose_prompts(
     seed: int = 0,
     skip_invalid: bool = False,
     raw: bool = False,
+    read_stdin: Callable[[], bytes | None] = lambda: None,
 ) -> Chosen:
     """The prompts of all files, checked; of each file at most the first `limit`, of these `sample` at random.
 
+    The file `-` stands for rows on standard input, which `read_stdin` gives.
     Raises `PromptError` for a file that cannot be read, for the first bad row (unless `skip_invalid` lists such rows
     instead), and for chats where `raw` sends plain text.
     """
@@ -158,11 +161,12 @@ def choose_prompts(
     read = 0
     facts = []
     for file in files:
-        rows = read_file(file, skip_invalid=skip_invalid, raw=raw)
+        content = (read_stdin() or b"") if file == STDIN else read_bytes(file)
+        rows = read_rows(file, content, skip_invalid=skip_invalid, raw=raw)
         read += rows.read
         skipped += [f"{row.where}: {row.reason}" for row in rows.skipped]
         notes += rows.notes
-        facts.append({"name": file.name, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()})
+        facts.append({"name": file.name, "sha256": hashlib.sha256(content).hexdigest()})
         chosen = list(rows.prompts[:limit])
         prompts += chosen if sample is None else sample_evenly(chosen, sample, random.Random(f"{seed}:{file.name}"))
     for prompt in prompts:
@@ -174,10 +178,19 @@ def choose_prompts(
     return Chosen(tuple(unique), tuple(facts), read, tuple(skipped), tuple(notes))
 
 
-def read_file(file: Path, *, skip_invalid: bool, raw: bool) -> Rows:
+def read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise PromptError(f"cannot read `{file}`: {reason}", hint="check the path") from None
+
+
+def read_rows(file: Path, content: bytes, *, skip_invalid: bool, raw: bool) -> Rows:
     """The rows of a JSON lines file, or a text file as one prompt."""
-    if file.suffix.lower() in JSONL_SUFFIXES:
-        return read_jsonl(file, str(file), skip_invalid=skip_invalid)
+    if file == STDIN or file.suffix.lower() in JSONL_SUFFIXES:
+        name = "standard input" if file == STDIN else str(file)
+        return read_jsonl(content, name, skip_invalid=skip_invalid)
     gathered = gather([], [file], raw=raw)
     return Rows(gathered.prompts, (), gathered.notes)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +21,10 @@ from .bench_rows import Answered
 from .decode import room_for_prompt
 from .errors import UsageError
 from .events import Origin
+from .models import Pair, quiet_libraries
 from .prompts import Prompt
 from .settings import DecodeSettings
 from .stats import ratio
-
-if TYPE_CHECKING:
-    from .models import Pair
 
 LOOKUP_TOKENS = 10  # transformers has no default of its own; its documentation uses 10
 
@@ -64,7 +62,7 @@ def answer_with(kind: str, pair: Pair, prompt: Prompt, settings: DecodeSettings)
     watch = Watch(answer, len(ids))
     extra, models = extras(kind, pair)
     inputs = torch.tensor([ids], dtype=torch.long, device=input_device(model))
-    with plain_configs(models):
+    with quiet_libraries(), plain_configs(models):
         model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),

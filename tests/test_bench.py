@@ -12,7 +12,7 @@ import torch
 from bench_helpers import arms, pair_of, prompts, raw_codec, scripted_pair, timeless
 from models_for_tests import noisy_copy, tiny_llama
 
-from fly_cli import bench
+from fly_cli import bench, peers
 from fly_cli.bench import answer, describe_failure, done_texts, run, warm_up
 from fly_cli.bench_plan import Plan, prompt_seed
 from fly_cli.bench_rows import FIGURES, key_of, to_line
@@ -95,6 +95,14 @@ def test_times_come_from_the_decoders_clock(pair, monkeypatch):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
     (row,) = run(Plan(prompts(1), arms("target", max_new_tokens=5)), pair)
     assert (row["ttft_s"], row["decode_s"], row["decode_tps"], row["wall_s"]) == (2.0, 2.0, 2.0, 4.0)
+
+
+def test_a_clock_that_stands_still_gives_nulls_and_no_nonsense(pair, monkeypatch):
+    for module in (sys.modules["fly_cli.decode"], bench, peers):
+        monkeypatch.setattr(module, "perf_counter", lambda: 1.0)
+    (row,) = run(Plan(prompts(1), arms("target", max_new_tokens=5)), pair)
+    assert (row["decode_tps"], row["tpot_ms"], row["end_to_end_tps"], row["decode_s"]) == (None, None, None, 0.0)
+    json.loads(to_line(row))
 
 
 # --- several turns --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from cli_helpers import Fly, Outcome
 
 from fly_cli.bench_rows import Results, read_header
 from fly_cli.cached_model import CachedModel
+from fly_cli.cli.app import load_command
 
 HELPERS = Path(__file__).with_name("bench_helpers.py")
 PATIENCE = 60.0  # seconds, for a busy machine
@@ -168,6 +169,34 @@ def test_bad_rows_are_refused_before_loading_or_listed(fly: Fly, tmp_path: Path)
     assert (header["read"], len(header["skipped"]), header["count"]) == (3, 2, 1)
 
 
+def test_rows_may_come_from_standard_input(fly: Fly, tmp_path: Path) -> None:
+    fly.stdin(b'\xef\xbb\xbf{"prompt": "one"}\r\n\r\n{"prompt": "two\xe2\x80\xa8three"}', tmp_path)
+    outcome = fly("bench", "-", *QUICK, "--json", "--arms", "target")
+    assert outcome.code == 0, outcome.err
+    prompts = json.loads(outcome.out)["header"]["prompts"]
+    assert (prompts["count"], prompts["files"][0]["name"]) == (2, "-")
+    fly.stdin(b"", tmp_path)
+    refused(fly("bench", "-", *QUICK), "no prompts in `standard input`")
+
+
+def test_every_option_that_shapes_an_answer_of_generate_is_there() -> None:
+    generate, bench = (
+        {name for parameter in load_command(command).params for name in parameter.opts}
+        for command in ("generate", "bench")
+    )
+    only_one_answer = {
+        "prompt",
+        "--file",
+        "-f",
+        "--no-stdin",
+        "--show-prompt-ids",
+        "--mode",
+        "--show-rejected",
+        "--jsonl",
+    }
+    assert generate - bench == only_one_answer | {"--trace"}
+
+
 def test_a_folder_with_something_in_it_is_refused_before_loading(fly: Fly, file: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert fly("bench", file, *QUICK, "--out", str(out)).code == 0
@@ -209,6 +238,21 @@ def test_a_finished_run_resumes_to_the_same_result_without_running(fly: Fly, fil
     assert again.out == first.out and "12 turns are done already, 0 are left" in again.err
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows
     assert len(read_header(tmp_path / "out")["sessions"]) == 2
+
+
+def test_rows_that_several_processes_left_are_taken_over(fly: Fly, file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    asked = ["bench", file, *QUICK, "--out", str(out)]
+    assert fly(*asked).code == 0
+    whole = rows_in(out)
+    lines = (out / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "rows.jsonl").unlink()
+    (out / "rows.rank0.jsonl").write_bytes(b"".join(lines[:2]) + b'{"prompt')
+    (out / "rows.rank1.jsonl").write_bytes(b"".join(lines[3:5]))
+    outcome = fly(*asked, "--resume")
+    assert outcome.code == 0 and "4 turns are done already, 8 are left" in outcome.err
+    assert sorted(map(json.dumps, rows_in(out))) == sorted(map(json.dumps, whole))
+    assert [path.name for path in out.glob("rows*")] == ["rows.jsonl"]
 
 
 class Process:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,6 +19,7 @@ from ..catalog import load_catalog
 from ..config import resolve
 from ..errors import UsageError
 from ..processes import join
+from ..prompts import read_stdin
 from ..score import problem
 from ..settings import DecodeSettings, check_range
 from . import common
@@ -32,7 +34,11 @@ def bench(
     context: typer.Context,
     prompts: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="PROMPTS", help="Files of prompts: .jsonl rows, or plain text.", show_default=False),
+        typer.Argument(
+            metavar="PROMPTS",
+            help="Files of prompts: .jsonl rows or plain text; - is rows on standard input.",
+            show_default=False,
+        ),
     ] = None,
     arms: Annotated[
         str,
@@ -161,10 +167,16 @@ def bench(
     if not prompts:
         raise UsageError("no prompts", hint="name files: `fly bench prompts.jsonl`")
     own_seed = settings.decode.seed or 0
-    chosen = choose_prompts(
-        prompts, limit=limit, sample=sample, seed=own_seed, skip_invalid=skip_invalid, raw=settings.text.raw
-    )
     talk = Talk(replace(settings.output, quiet=settings.output.quiet or not processes.first))
+    chosen = choose_prompts(
+        prompts,
+        limit=limit,
+        sample=sample,
+        seed=own_seed,
+        skip_invalid=skip_invalid,
+        raw=settings.text.raw,
+        read_stdin=lambda: read_stdin(sys.stdin, talk.note, asked=True),
+    )
     for note in (*settings.notes, *notes, *chosen.notes):
         talk.note(note)
     tell_skipped(chosen, talk)
