@@ -118,6 +118,7 @@ def bench(
     entropy: common.Entropy = None,
     entropy_top_k: common.EntropyTopK = None,
     strict_first: common.StrictFirst = None,
+    draft_schedule: common.DraftSchedule = None,
     draft_lookup: common.DraftLookup = None,
     max_new_tokens: common.MaxNewTokens = None,
     stop: common.Stop = None,
