@@ -177,6 +177,13 @@ def test_no_stdin_leaves_piped_text_alone(fly: Fly, tmp_path: Path) -> None:
     assert fly.calls.prompts[0].text == "Summarise"
 
 
+def test_a_file_that_is_standard_input_is_read_once(fly: Fly, tmp_path: Path) -> None:
+    fly.stdin(b"some notes\n", tmp_path)
+    assert fly("generate", "-f", str(tmp_path / "stdin")).code == 0
+    assert fly.calls.prompts[0].text == "some notes"
+    refused(fly("generate", "-f", str(tmp_path / "stdin"), "-"), "are the same input", "drop one")
+
+
 def test_a_prompt_behind_two_dashes_may_begin_with_a_dash(fly: Fly) -> None:
     assert fly("generate", "--", "-1+1=?").code == 0
     assert fly.calls.prompts[0].text == "-1+1=?"
@@ -339,6 +346,34 @@ def test_a_trace_records_the_run_and_replays_as_the_same_text(fly: Fly, tmp_path
 def test_without_a_trace_only_mismatches_are_measured(fly: Fly) -> None:
     fly("generate", "hi")
     assert fly.calls.record == [False]
+
+
+@pytest.mark.parametrize("read", ["prompt", "rows", "config", "template", "link"])
+def test_a_trace_never_overwrites_what_the_command_reads(fly: Fly, tmp_path: Path, read: str) -> None:
+    contents = {"prompt": "hi", "rows": '{"prompt": "hi"}', "config": "draft_tokens: 9", "template": "{{ x }}"}
+    flags = {"prompt": "-f", "rows": "-f", "config": "--config", "template": "--chat-template", "link": "-f"}
+    path = tmp_path / f"{read}.txt"
+    path.write_text(content := contents.get(read, "hi"))
+    trace = path
+    if read == "link":
+        trace = tmp_path / "link"
+        trace.symlink_to(path)
+    prompt = [] if flags[read] == "-f" else ["hi"]
+    refused(
+        fly("generate", "--trace", str(trace), flags[read], str(path), *prompt), "would overwrite", "file of its own"
+    )
+    assert path.read_text() == content and not fly.calls.models
+
+
+def test_a_trace_does_not_overwrite_the_file_on_standard_input(fly: Fly, tmp_path: Path) -> None:
+    fly.stdin(b"hi", tmp_path)
+    refused(fly("generate", "--trace", str(tmp_path / "stdin")), "standard input", "file of its own")
+    assert (tmp_path / "stdin").read_bytes() == b"hi"
+
+
+def test_a_trace_may_replace_an_older_one_or_go_nowhere(fly: Fly, tmp_path: Path) -> None:
+    for path in (tmp_path / "run.trace", tmp_path / "run.trace", Path(os.devnull)):
+        assert fly("generate", "--trace", str(path), "hi").code == 0
 
 
 # --- failures -------------------------------------------------------------------------------------------------------

@@ -114,6 +114,13 @@ def test_a_picture_that_cannot_be_written_is_an_error(fly: Fly, trace: Path, tmp
     assert outcome.code == 1 and "--svg" in outcome.err
 
 
+def test_a_picture_never_overwrites_the_trace(fly: Fly, trace: Path) -> None:
+    recorded = trace.read_bytes()
+    outcome = fly("replay", str(trace), "--svg", str(trace))
+    assert outcome.code == 2 and "would overwrite" in outcome.err
+    assert trace.read_bytes() == recorded
+
+
 def test_a_killed_run_is_shown_as_far_as_it_got(fly: Fly, trace: Path) -> None:
     trace.write_bytes(trace.read_bytes()[:-600])
     outcome = fly("replay", str(trace))

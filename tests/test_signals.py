@@ -241,6 +241,28 @@ def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: No space left on device\n\nhint: ")
 
 
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
+@pytest.mark.parametrize("name, called", [("/dev/stdout", "output"), ("/dev/stderr", "error"), ("out", "output")])
+def test_a_trace_does_not_mix_with_what_is_shown(tmp_path: Path, name: str, called: str) -> None:
+    arguments = [sys.executable, str(HELPERS), "echo", "generate", "--trace", name, "hi"]
+    with (tmp_path / "out").open("wb") as out:
+        done = subprocess.run(
+            arguments, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+    assert (done.returncode, (tmp_path / "out").read_bytes()) == (2, b"")
+    assert done.stderr.startswith(f"error: `--trace` names standard {called}: {name}\n")
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")
+@pytest.mark.parametrize("piped", [True, False])
+def test_standard_input_named_as_a_file_is_read_once(tmp_path: Path, piped: bool) -> None:
+    (tmp_path / "prompt.txt").write_bytes(b"hello\n")
+    command = f'"{sys.executable}" "{HELPERS}" echo generate -q -f /dev/stdin'
+    command = f"cat prompt.txt | {command}" if piped else f"{command} <prompt.txt"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"'hello'\n", b"")
+
+
 def test_the_answer_arrives_in_the_pipe_while_the_run_goes_on(tmp_path: Path) -> None:
     process = Process(tmp_path, "streaming", "generate", "-q", "hi")
     assert process.pipes()[0].read(3) == b"w0 "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ import typer
 
 from ..catalog import load_catalog
 from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
-from ..errors import OutOfMemoryError
+from ..errors import OutOfMemoryError, UsageError
 from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES
+from .process import is_same_file
 
 MODELS, DECODING, SAMPLING, PROMPT, OUTPUT = "Models", "Decoding", "Sampling", "Prompt", "Output"
 
@@ -293,6 +295,22 @@ def configure(parameters: Mapping[str, Any], file: Path | None) -> Config:
     if "max_memory" in flags:
         flags["max_memory"] = parse_max_memory(flags["max_memory"])
     return load_config(flags, environment=os.environ, default_file=default_config_file(), file=file)
+
+
+def check_output(flag: str, path: Path, inputs: Iterable[Path | str | None]) -> None:
+    """Raise `UsageError` where `path` is one of the command's inputs, or goes where its output goes."""
+    for stream, name in ((sys.stdin, "input"), (sys.stdout, "output"), (sys.stderr, "error")):
+        if is_same_file(path, stream):
+            raise UsageError(f"`{flag}` names standard {name}: {path}", hint="give it a file of its own")
+    for file in inputs:
+        if file is not None and is_same_file(path, Path(file).expanduser()):
+            raise UsageError(f"`{flag}` would overwrite {file}, which is read", hint="give it a file of its own")
+
+
+def read_files(config: Config) -> list[Path | str | None]:
+    """Files that the settings name: they are read, and must not be written over."""
+    named = (config.values[name].value for name in ("chat_template", "device_map", "target", "draft"))
+    return [config.file, *(name for name in named if isinstance(name, str))]
 
 
 def default_config_file() -> Path:

@@ -27,7 +27,7 @@ from ..storage import size_text
 from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common
-from .process import interruption, reader_is_gone, without_garbage_collection
+from .process import interruption, is_same_file, reader_is_gone, without_garbage_collection
 from .results import Result
 from .talk import Talk
 
@@ -127,6 +127,8 @@ def generate(
     settings = resolve(layers, catalog)
     if as_json and as_jsonl:
         raise UsageError("`--json` and `--jsonl` exclude each other", hint="`--jsonl` gives a row for each prompt")
+    if trace:
+        common.check_output("--trace", trace, [*(file or []), *common.read_files(layers)])
     talk = Talk(settings.output)
     gathered = gather_prompts(prompt, file or [], talk, raw=settings.text.raw, read=not no_stdin)
     shape = choose_shape(gathered.prompts, file or [], as_json=as_json, as_jsonl=as_jsonl)
@@ -153,9 +155,12 @@ def generate(
 
 def gather_prompts(prompt: str | None, files: Sequence[Path], talk: Talk, *, raw: bool, read: bool) -> Gathered:
     """The prompts of argument, files and standard input. Raises `PromptError` where there is none."""
-    piped = read_stdin(sys.stdin, talk.note, asked=prompt == "-") if read else None
     if prompt == "-" and not read:
         raise UsageError("`-` and `--no-stdin` exclude each other", hint="drop one of them")
+    named = [file for file in files if is_same_file(file, sys.stdin)]  # as /dev/stdin: it is read once, as that file
+    if prompt == "-" and named:
+        raise UsageError(f"`-` and `-f {named[0]}` are the same input", hint="drop one of them")
+    piped = read_stdin(sys.stdin, talk.note, asked=prompt == "-") if read and not named else None
     return gather([] if prompt is None else [prompt], files, piped, raw=raw)
 
 

@@ -19,7 +19,7 @@ from ..render import make_renderer, write
 from ..settings import check_range
 from ..theme import decide_color
 from ..trace import Rejudged, Trace, read_trace, rejudge
-from .common import OUTPUT, Color, ConfigFile, Quiet, ShowRejected, Verbose, configure, option
+from .common import OUTPUT, Color, ConfigFile, Quiet, ShowRejected, Verbose, check_output, configure, option
 from .process import interruption
 from .results import Result
 from .talk import Talk
@@ -73,12 +73,15 @@ def replay(
     the first round that would have committed other tokens.
     """
     flags = {name: context.params[name] for name in ("color", "show_rejected", "quiet", "verbose")}
-    output: OutputSettings = configure(flags, config).group(OutputSettings)
+    layers = configure(flags, config)
+    output: OutputSettings = layers.group(OutputSettings)
     check_range("speed", speed, 0.0)
     if entropy_threshold is not None:
         check_range("entropy_threshold", entropy_threshold, 0.0)
     if window_size is not None:
         check_range("window_size", window_size, 0)
+    if svg:
+        check_output("--svg", svg, [trace, layers.file])
 
     recorded = read_trace(trace)
     others: list[Rejudged] = []
