@@ -37,7 +37,7 @@ class Answer:
     @property
     def held(self) -> int:
         """How many of the last characters may still become a stop string, or are one and what came with it."""
-        return self._stops.held if self._end is None else self._length - self._end
+        return self._stops.held if self._end is None else max(0, self._length - self._end)
 
     @property
     def finished(self) -> bool:
@@ -58,12 +58,16 @@ class Answer:
     def _check(self, token: int, piece: str) -> None:
         self._pieces.append(piece)
         self._length += len(piece)
-        if match := self._stops.push(piece):
+        # Bytes that do not yet make up text for sure may already spell a stop string.
+        if match := self._stops.push(piece) or self._stops.peek(self._pending_text()):
             self._reason, self._stop, self._end = FinishReason.STOP, match.stop, match.end
         elif token in self.stop_ids:
             self._reason, self._stop, self._stop_id = FinishReason.STOP, self.token_text(token), token
         elif self.room <= 0:
             self._reason = FinishReason.LENGTH
+
+    def _pending_text(self) -> str:
+        return self._detokenizer.fork().flush() if self._stops else ""
 
     def preview(self, ids: Sequence[int], sources: Sequence[Source]) -> tuple[DraftToken, ...]:
         """Drafted tokens with the text that each would add."""
@@ -75,7 +79,7 @@ class Answer:
     def finish(self, seconds: float) -> Finished:
         """The closing event. `seconds` is the time since the run began."""
         assert self._reason is not None, "the answer has not ended"
-        tail = self._detokenizer.flush() if self._end is None else ""
+        tail = self._detokenizer.flush()
         text = "".join(self._pieces) + tail
         return Finished(
             reason=self._reason,

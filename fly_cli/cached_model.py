@@ -77,20 +77,24 @@ class CachedModel:
         self._ids = cached + ids[len(cached) :]
         return logits
 
-    def settle(self, length: int) -> None:
-        """Promise that the first `length` ids will not be taken back, so that sliding layers may forget.
+    def settle(self, ids: Sequence[int]) -> None:
+        """Promise that `ids` will not be taken back, so that sliding layers may forget what they no longer need.
 
-        Without it they keep everything since the last call.
+        What is cached beyond `ids` is dropped. Without this call sliding layers keep everything.
         """
-        if length < len(self._ids):
-            self._drop(len(self._ids) - length)
-            self._ids = self._ids[:length]
+        kept = common_prefix(self._ids, ids)
+        if kept < self._floor:
+            self.reset()
+            return
+        if kept < len(self._ids):
+            self._drop(len(self._ids) - kept)
+            self._ids = self._ids[:kept]
         sliding = [layer for layer in self._cache.layers if hasattr(layer, "sliding_window") and layer.is_initialized]
         if sliding:
             self._cache.crop(0)
             # A layer still shorter than its window has forgotten nothing.
-            full = any(len(self._ids) >= layer.sliding_window for layer in sliding)
-            self._floor = len(self._ids) if full else 0
+            full = any(kept >= layer.sliding_window for layer in sliding)
+            self._floor = kept if full else 0
 
     def _forward(self, ids: Sequence[int], last: int) -> Tensor:
         """One forward over `ids`, on top of the cache. [last, vocab_size]."""

@@ -74,7 +74,7 @@ def decode(
         if answer.finished:
             break
         draft_forward, verify_forward = drafter.forward_seconds, target.forward_seconds
-        target.settle(len(ids) - 1)
+        target.settle(ids[:-1])
         other_seconds = watch.lap()
 
         limit = room_for_draft(settings.draft_tokens, answer.room)

@@ -102,7 +102,7 @@ class ModelDrafter:
             return draft
         if self.model.max_length is not None:
             limit = min(limit, self.model.max_length - len(ids))
-        self.model.settle(len(ids) - 1)
+        self.model.settle(ids[:-1])
         draft = Draft()
         while len(draft.ids) < limit:
             sequence = ids + draft.ids

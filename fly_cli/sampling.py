@@ -15,6 +15,7 @@ from torch import Tensor
 from .settings import DecodeSettings
 
 NUCLEUS_CANDIDATES = 1024  # top-p sorts these first; a full sort of 150,000 ids takes 20 times as long
+COLDEST, HOTTEST = 1e-6, 1e6  # beyond them nothing changes but fp32 overflows
 NOISE_ROWS_KEPT = 64  # positions of one round, read by the drafter and again by the target
 
 
@@ -23,7 +24,7 @@ class Chooser:
 
     def __init__(self, settings: DecodeSettings, vocab_size: int, seed: int = 0):
         self.greedy = settings.temperature == 0
-        self.temperature = settings.temperature
+        self.temperature = min(max(settings.temperature, COLDEST), HOTTEST)
         self.top_k = settings.top_k
         self.top_p = settings.top_p
         self.noise = Noise(seed, vocab_size)
@@ -82,12 +83,15 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Logits of the smallest set of likeliest ids whose probabilities reach p, the rest at -inf. [rows, V] -> same."""
+    """Logits of the smallest set of likeliest ids whose probabilities reach p, the rest at -inf. [rows, V] -> same.
+
+    Ties with the least likely of the set stay, so that the set depends on the row alone and on no order of sorting.
+    """
     probabilities = logits.softmax(dim=-1)
-    candidates = min(NUCLEUS_CANDIDATES, logits.shape[-1])
-    largest, ids = probabilities.topk(candidates, dim=-1)
+    largest = probabilities.topk(min(NUCLEUS_CANDIDATES, logits.shape[-1]), dim=-1).values
     if bool((largest.sum(dim=-1) < p).any()):
-        largest, ids = probabilities.sort(dim=-1, descending=True, stable=True)
-    reached_before = largest.cumsum(dim=-1) - largest  # mass of the likelier ids; the first id always stays
-    kept = torch.zeros_like(probabilities, dtype=torch.bool).scatter_(-1, ids, reached_before < p)
-    return logits.masked_fill(~kept, -torch.inf)
+        largest = probabilities.sort(dim=-1, descending=True).values
+    inside = largest.cumsum(dim=-1) - largest < p  # the mass of the likelier ids
+    inside[:, 0] = True
+    least = largest.masked_fill(~inside, torch.inf).min(dim=-1, keepdim=True).values
+    return logits.masked_fill(probabilities < least, -torch.inf)

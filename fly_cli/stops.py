@@ -26,10 +26,20 @@ class StopMatcher:
         self._matched = [0] * len(self._stops)  # how much of each stop string the text ends with
         self._length = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._stops)
+
     @property
     def held(self) -> int:
         """How many characters at the end of the text may still become a stop string."""
         return max(self._matched, default=0)
+
+    def peek(self, piece: str) -> StopMatch | None:
+        """The match that this piece would complete; nothing is taken in."""
+        state = self._matched.copy(), self._length
+        match = self.push(piece)
+        self._matched, self._length = state
+        return match
 
     def push(self, piece: str) -> StopMatch | None:
         """The match that this piece completed, if any."""

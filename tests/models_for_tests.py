@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 torch.set_num_threads(1)  # tiny matrices: a second thread costs more than it brings
 
@@ -67,9 +67,9 @@ def tiny_llama(seed: int, **changes: Any) -> LlamaForCausalLM:
     return LlamaForCausalLM(tiny_config(**changes)).float().eval()
 
 
-def noisy_copy(model: LlamaForCausalLM, seed: int, scale: float = 0.05) -> LlamaForCausalLM:
+def noisy_copy(model: PreTrainedModel, seed: int, scale: float = 0.05) -> PreTrainedModel:
     """The same model with perturbed weights: a drafter that is right most of the time."""
-    copy = LlamaForCausalLM(model.config).float().eval()
+    copy = type(model)(model.config).float().eval()
     copy.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

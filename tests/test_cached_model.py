@@ -83,7 +83,7 @@ def test_logits_equal_an_uncached_forward_through_drafts_and_rejections_at_every
     dice = random.Random(1)
     ids = [dice.randrange(100) for _ in range(5)]
     for rejected_at in [0, 1, 2, 3, 4, 5] * 4:  # 5 is none
-        cached.settle(len(ids) - 1)
+        cached.settle(ids[:-1])
         drafted = [dice.randrange(100) for _ in range(5)]
         for n in range(6):  # token by token, as a drafter reads
             cached.read(ids + drafted[:n], last=1)
@@ -101,9 +101,23 @@ def test_another_prompt_after_a_long_one_starts_from_a_clean_window(name):
     cached = CachedModel(model, name=name)
     first = list(range(60))
     cached.read(first)
-    cached.settle(59)
+    cached.settle(first[:-1])
     second = [*first[:30], 99, 98]
     torch.testing.assert_close(cached.read(second), uncached(model, second, 1), atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["mistral, sliding", "gemma3, mixed"])
+@pytest.mark.parametrize("back", range(1, 12))
+def test_a_window_settled_further_back_than_it_remembers_is_read_anew(name, back):
+    torch.manual_seed(0)
+    model = MODELS[name]().float().eval()
+    cached = CachedModel(model, name=name)
+    ids = list(range(40))
+    cached.read(ids)
+    cached.settle(ids[:-1])
+    cached.settle(ids[: 40 - back])
+    shorter = [*ids[: 40 - back], 98, 99]
+    torch.testing.assert_close(cached.read(shorter), uncached(model, shorter, 1), atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from models_for_tests import ScriptedModel, byte_tokenizer, noisy_copy, says, sure, tiny_llama, unsure
+from models_for_tests import ScriptedModel, byte_tokenizer, noisy_copy, says, sure, tiny_config, tiny_llama, unsure
 from scipy.stats import chisquare
+from transformers import MistralConfig, MistralForCausalLM
 
 from fly_cli.cached_model import CachedModel
 from fly_cli.decode import decode
@@ -309,6 +310,49 @@ def test_what_a_pipe_shows_ends_before_the_stop_string(said, stop, kept, mode):
     for event in run(scripted(says(ids, 3), says(ids, 3)), stop=stop, mode=mode, max_new_tokens=60):
         renderer.handle(event)
     assert stream.getvalue().removesuffix("\n") == kept
+
+
+class ByteRunCodec(Codec):
+    """A codec whose bytes give text only once the run has ended, as byte tokens of SentencePiece do."""
+
+    def detokenizer(self, prompt_ids=()):
+        return ByteRun()
+
+
+class ByteRun:
+    def __init__(self, pending=()):
+        self.pending = list(pending)
+
+    def push(self, token_id):
+        self.pending.append(token_id)
+        return ""
+
+    def flush(self):
+        return TOKENIZER.decode(self.pending)
+
+    def fork(self):
+        return ByteRun(self.pending)
+
+
+@pytest.mark.parametrize("mode", ["fly", "target"])
+def test_a_stop_string_in_bytes_that_are_not_text_yet_ends_the_answer_at_once(mode):
+    said = TOKENIZER.encode("가한한한한한한한한한한")
+    codec = ByteRunCodec(TOKENIZER, settings=TextSettings(raw=True), end_ids=(), vocab_rows=VOCAB)
+    models = [ScriptedModel(says(said, 3), VOCAB) for _ in range(2)]
+    events = run(pair_of(*models, codec), stop=("한한",), mode=mode, max_new_tokens=60)
+    assert events[-1].text == "가"
+    assert (events[-1].reason, events[-1].stop) == (FinishReason.STOP, "한한")
+    assert len(ids_of(events)) == len(TOKENIZER.encode("가한한"))
+
+
+def test_two_equal_prompts_in_a_row_decode_alike_with_a_sliding_draft_model():
+    torch.manual_seed(0)
+    config = tiny_config(sliding_window=8, model_type="mistral").to_dict()
+    sliding = MistralForCausalLM(MistralConfig(**config)).float().eval()
+    pair = pair_of(sliding, noisy_copy(sliding, 1))
+    first, second = (run(pair, "abcdefghijkl", max_new_tokens=30) for _ in range(2))
+    assert ids_of(first) == ids_of(second)
+    assert ids_of(first) == ids_of(run(pair, "abcdefghijkl", mode="target", max_new_tokens=30))
 
 
 def test_text_that_may_become_a_stop_string_is_held_and_released():

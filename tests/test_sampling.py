@@ -46,7 +46,7 @@ def test_top_p_applies_to_what_temperature_and_top_k_leave():
 
 
 @given(st.integers(0, 1000), st.floats(0.05, 0.999), st.booleans())
-def test_the_quick_way_to_sort_for_top_p_keeps_what_a_full_sort_keeps(seed, p, flat):
+def test_the_quick_way_to_find_a_nucleus_keeps_what_a_full_sort_keeps(seed, p, flat):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(2, NUCLEUS_CANDIDATES * 2, generator=generator) * (0.1 if flat else 4)
     values, ids = logits.softmax(-1).sort(-1, descending=True)
@@ -56,11 +56,26 @@ def test_the_quick_way_to_sort_for_top_p_keeps_what_a_full_sort_keeps(seed, p, f
     assert differing <= 2  # fp32 sums in another order: at most the one id at the edge of each row
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_nucleus_depends_on_its_own_row_alone(seed):
+    generator = torch.Generator().manual_seed(seed)
+    row = (torch.randn(1, 4000, generator=generator) * 3).bfloat16().float()  # many ties
+    flat = torch.zeros(1, 4000)
+    alone = keep_top_p(row, 0.9) > -torch.inf
+    beside = keep_top_p(torch.cat([flat, row]), 0.9)[1:] > -torch.inf
+    assert torch.equal(alone, beside)
+
+
+@pytest.mark.parametrize("p", [1e-50, 1e-9])
+def test_a_tiny_top_p_keeps_the_likeliest_id(p):
+    assert kept(chooser(temperature=1.0, top_p=p).warp(log(0.2, 0.5, 0.3))) == [1]
+
+
 def test_ties_with_the_kth_value_stay():
     assert kept(keep_top_k(torch.tensor([[1.0, 2.0, 1.0, 0.0]]), 2)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("temperature", [1e-9, 1e-6, 1e-3, 100.0])
+@pytest.mark.parametrize("temperature", [1e-300, 1e-46, 1e-9, 1e-6, 1e-3, 100.0, 1e39, 1e300])
 def test_extreme_temperatures_stay_finite_and_cold_ones_are_greedy(temperature):
     logits = torch.tensor([[1.0, 1.001, -torch.inf, 60000.0, 59999.0]])
     taken = chooser(vocab_size=5, temperature=temperature)
