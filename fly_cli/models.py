@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -11,9 +12,8 @@ from platform import python_version
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, GenerationConfig
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
@@ -25,7 +25,7 @@ from .placement import Placement, gigabytes, plan, skeleton
 from .progress import Progress, Silent
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
-from .text import Codec
+from .text import Codec, one_line
 from .vocabulary import load_tokenizer, vocabulary_difference
 from .weights import Located, locate
 
@@ -76,27 +76,34 @@ def load_pair(
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
     names = [settings.target, settings.draft] if with_draft else [settings.target]
     folders = [locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names]
+    with quiet_libraries():
+        return assemble(folders, settings, text_settings or TextSettings(), progress)
+
+
+def assemble(
+    folders: Sequence[Located], settings: ModelSettings, text_settings: TextSettings, progress: Progress
+) -> Pair:
+    """The pair of models in these folders: the target's, then perhaps the draft's."""
     paths = [place.path for place in folders]
+    with_draft = len(paths) > 1
+    names = [str(settings.target), str(settings.draft)][: len(paths)]
     trust = settings.trust_remote_code
     if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
         raise UnsupportedModelError(
             f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
             hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
         )
-    skeletons = [skeleton(str(name), path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
-    config = skeletons[0].model.config
+    skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
+    ends = [end_ids(name, path, one.model.config) for name, path, one in zip(names, paths, skeletons, strict=True)]
     codec = Codec(
         load_tokenizer(paths[0], trust_remote_code=trust),
-        settings=text_settings or TextSettings(),
-        end_ids=end_ids(paths[0], config),
-        vocab_rows=config.get_text_config(decoder=True).vocab_size,
+        settings=text_settings,
+        end_ids=ends[0],
+        vocab_rows=skeletons[0].model.config.get_text_config(decoder=True).vocab_size,
     )
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
-    with quiet_libraries():
-        models = [
-            load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)
-        ]
+    models = [load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)]
     cached = [
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
@@ -116,39 +123,72 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # files may hold anything, and their readers raise anything about it
         if "can't allocate memory" in str(error):
             raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ModelError(
-            f"`{place.name}` cannot be loaded: {reason}", hint=f"check or remove the folder `{located.path}`"
+            f"`{place.name}` cannot be loaded: {one_line(error)}", hint=f"check or remove the folder `{located.path}`"
         ) from error
     finally:
         progress.finish()
-    missing = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if missing and not settings.allow_missing_weights:
-        raise ModelError(
-            f"`{place.name}` lacks {len(missing)} weights, which would stay random: {', '.join(missing[:5])}",
-            hint="the files do not fit their config.json; `--allow-missing-weights` goes on all the same",
+    if not settings.allow_missing_weights:
+        refuse_missing_weights(place.name, info)
+    if unused := sorted(info["unexpected_keys"]):  # without those that the model's class expects to be unused
+        progress.note(
+            f"`{place.name}` has {len(unused)} weights that its config.json has no place for: {a_few(unused)}"
         )
     widen_linears(model)
     return model.eval()
 
 
-def end_ids(folder: Path, config: Any) -> set[int]:
-    """End-of-sequence ids of the folder's generation config and of the model's config."""
+def refuse_missing_weights(name: str, info: Mapping[str, Any]) -> None:
+    """Raise `ModelError` when some weights did not come from the model's files; `info` is the loader's report."""
+    hint = "the files do not fit their config.json; `--allow-missing-weights` goes on all the same"
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"`{name}` lacks {len(missing)} weights, which would stay random: {a_few(missing)}", hint=hint)
+    other = [
+        f"{key} is {list(stored)} and should be {list(own)}" for key, stored, own in sorted(info["mismatched_keys"])
+    ]
+    if other:
+        raise ModelError(f"`{name}` has {len(other)} weights of another shape: {a_few(other)}", hint=hint)
+
+
+def a_few(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def end_ids(name: str, folder: Path, config: Any) -> set[int]:
+    """End-of-sequence ids of the folder's generation config and of the model's config.
+
+    Raises `UnsupportedModelError` for a file that cannot be read or names something other than ids.
+    """
+    file = folder / GENERATION_CONFIG_NAME
+    listed = [(folder / CONFIG_NAME, getattr(config.get_text_config(decoder=True), "eos_token_id", None))]
+    if file.is_file():
+        try:
+            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        except MemoryError:
+            raise
+        except Exception as error:  # the file may hold anything
+            raise UnsupportedModelError(
+                f"the {GENERATION_CONFIG_NAME} of `{name}` cannot be read: {one_line(error)}",
+                hint=f"mend or remove `{file}`",
+            ) from error
+        listed.append((file, generation.eos_token_id))
     found: set[int] = set()
-    configs = [config.get_text_config(decoder=True)]
-    if (folder / GENERATION_CONFIG_NAME).is_file():
-        configs.append(GenerationConfig.from_pretrained(folder, local_files_only=True))
-    for one in configs:
-        value = getattr(one, "eos_token_id", None)
-        if value is not None:
-            found.update([value] if isinstance(value, int) else value)
+    for source, value in listed:
+        ids = [one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
+        if any(type(one) is not int for one in ids):
+            raise UnsupportedModelError(
+                f"the {source.name} of `{name}` has an `eos_token_id` of {value!r}",
+                hint=f"write an id or a list of ids in `{source}`",
+            )
+        found.update(ids)
     return found
 
 
@@ -165,12 +205,16 @@ def quiet_libraries() -> Iterator[None]:
     """Keeps the libraries' progress bars and warnings off the terminal: what matters is checked here."""
     verbosity = transformers_logging.get_verbosity()
     bars = transformers_logging.is_progress_bar_enabled()
+    accelerate = logging.getLogger("accelerate")
+    level = accelerate.level
+    accelerate.setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers_logging.set_verbosity(verbosity)
+        accelerate.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
 

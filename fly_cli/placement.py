@@ -13,9 +13,11 @@ from accelerate import infer_auto_device_map, init_empty_weights
 from accelerate.utils import check_device_map, get_max_memory
 from accelerate.utils.modeling import convert_file_size_to_int
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
 from .settings import ModelSettings
+from .text import one_line
 
 PLANNED_TOKENS = 4096  # cache that a plan leaves room for
 HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
@@ -71,22 +73,28 @@ def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Ske
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, ImportError, AttributeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        model.tie_weights()
+        return Skeleton(name, model, cached_numbers(config.get_text_config(decoder=True)))
+    except MemoryError:
+        raise
+    except Exception as error:  # a config may hold anything, and a model class may raise anything about it
         if "trust_remote_code" in str(error):
             raise UnsupportedModelError(
                 f"`{name}` needs code of its own to run, and that code is not run unless you say so",
                 hint=f"read the code in `{folder}` first, then add `--trust-remote-code`",
             ) from error
         raise UnsupportedModelError(
-            f"`{name}` is not a causal language model that this version of transformers can build: {reason}",
-            hint="check `config.json` in the model's folder, or use another model",
+            f"`{name}` is not a causal language model that this version of transformers can build from its "
+            f"{CONFIG_NAME}: {one_line(error)}",
+            hint=f"check `{folder / CONFIG_NAME}`, or use another model",
         ) from error
-    model.tie_weights()
-    text = config.get_text_config(decoder=True)
+
+
+def cached_numbers(text: Any) -> int:
+    """Keys and values that a model of this text config caches for each token."""
     heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
     width = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
-    return Skeleton(name, model, 2 * text.num_hidden_layers * heads * width)
+    return int(2 * text.num_hidden_layers * heads * width)
 
 
 def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> tuple[Placement, Placement | None]:

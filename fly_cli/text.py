@@ -193,14 +193,14 @@ class Codec:
         try:
             return str(self._apply_template(messages, tokenize=False)), None
         except Exception as error:  # a template is a program that came with the checkpoint: it may raise anything
-            return None, _one_line(error)
+            return None, one_line(error)
 
     def _ids_with_markers_as_text(self, messages: list[dict[str, str]], notes: list[str]) -> list[int] | None:
         """The chat's ids with control markers inside contents as plain text; None where the tokenizer cannot."""
         try:
             ids = self._apply_template(messages, tokenize=True, return_dict=False, sanitize_control_tokens=True)
         except Exception as error:
-            notes.append(f"the prompt spells a control token, and it acts as one ({_one_line(error)})")
+            notes.append(f"the prompt spells a control token, and it acts as one ({one_line(error)})")
             return None
         return [int(token_id) for token_id in ids]
 
@@ -235,10 +235,11 @@ class Codec:
         return frozenset(token_id for token_id in ids if 0 <= token_id < self.vocab_rows)
 
     def _stop_token_id(self, token: str) -> int:
-        """The id of a user's stop token: digits are an id, anything else is a token's text."""
-        if token.isdecimal():
-            if int(token) < self.vocab_size:
-                return int(token)
+        """The id of a user's stop token: ASCII digits are an id, anything else is a token's text."""
+        if token.isascii() and token.isdigit():
+            digits = token.lstrip("0") or "0"
+            if len(digits) <= len(str(self.vocab_size)) and int(digits) < self.vocab_size:  # int() bears no 5000 digits
+                return int(digits)
             raise SettingsError(f"stop token {token} does not exist", hint=f"ids go from 0 to {self.vocab_size - 1}")
         token = replace_surrogates(token)
         token_id = self.tokenizer.convert_tokens_to_ids(token)
@@ -306,5 +307,9 @@ def _fold_system(messages: list[dict[str, str]]) -> list[dict[str, str]] | None:
     return None
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def one_line(error: BaseException, longest: int = 300) -> str:
+    """What an error says, on one line that is not too long to read."""
+    line = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, KeyError):
+        line = f"unknown key {line}"
+    return line if len(line) <= longest else f"{line[:longest]}..."

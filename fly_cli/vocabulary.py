@@ -8,17 +8,18 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from .errors import ModelError
-from .text import GGUF_PLACEHOLDER
+from .text import GGUF_PLACEHOLDER, one_line
 
 
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a local folder. Raises `ModelError` when there is none that loads."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError, ImportError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except MemoryError:
+        raise
+    except Exception as error:  # the files may hold anything, and the readers raise anything about it
         raise ModelError(
-            f"the tokenizer in `{folder}` cannot be loaded: {reason}",
+            f"the tokenizer in `{folder}` cannot be loaded: {one_line(error)}",
             hint="the folder needs tokenizer.json (or the files of a slow tokenizer) and tokenizer_config.json",
         ) from error
 

@@ -6,10 +6,11 @@ import torch
 from models_for_tests import byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
 
-from fly_cli import models
+from fly_cli import models, placement
 from fly_cli.api import generate
-from fly_cli.errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from fly_cli.errors import ModelError, OutOfMemoryError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
+from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
 from fly_cli.vocabulary import vocabulary_difference
 
@@ -52,12 +53,13 @@ def test_a_pair_describes_itself_in_json_values(tiny_pair_dirs):
     assert described["stop_ids"] == [381, 383] or 383 in described["stop_ids"]
 
 
-def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path):
+def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path, caplog):
     plain = generate(load(tiny_pair_dirs[0]), "abc", DecodeSettings(max_new_tokens=12)).text
     layers = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     layers |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
     pair = load(tiny_pair_dirs[0], device_map=layers, offload_folder=str(tmp_path / "off"))
     assert generate(pair, "abc", DecodeSettings(max_new_tokens=12)).text == plain
+    assert [record.getMessage() for record in caplog.records] == []  # nothing of accelerate's about meta devices
 
 
 def spoil(folder, change):
@@ -97,8 +99,116 @@ def test_weights_of_another_shape_are_an_error(folder):
         weights["lm_head.weight"] = weights["lm_head.weight"][:, :16].contiguous()
 
     spoil(folder, shrink)
-    with pytest.raises(ModelError):
+    with pytest.raises(
+        ModelError, match=r"another shape: lm_head\.weight is \[384, 16\] and should be \[384, 32\]"
+    ) as caught:
         load(folder)
+    assert "--allow-missing-weights" in caught.value.hint
+    assert load(folder, allow_missing_weights=True).target
+
+
+class Notes(Silent):
+    def __init__(self):
+        self.texts = []
+
+    def note(self, text):
+        self.texts.append(text)
+
+
+def test_weights_that_the_model_has_no_place_for_are_a_note_that_names_some(folder):
+    change_json(folder / "config.json", num_hidden_layers=1)
+    notes = Notes()
+    load_pair(ModelSettings(target=str(folder), draft=LOOKUP, dtype="float32", device_map="cpu"), progress=notes)
+    (note,) = notes.texts
+    assert "9 weights" in note
+    assert "model.layers.1.input_layernorm.weight" in note
+
+
+def test_weights_that_all_have_a_place_are_no_note(folder):
+    notes = Notes()
+    load_pair(ModelSettings(target=str(folder), draft=LOOKUP, dtype="float32", device_map="cpu"), progress=notes)
+    assert notes.texts == []
+
+
+# Files that hold something else than they should
+
+
+def change_json(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "x"},
+        {"eos_token_id": [5, None]},
+        {"eos_token_id": "x"},
+        {"num_attention_heads": 0},
+        {"num_key_value_heads": 0},
+        {"hidden_act": "nope"},
+        {"vocab_size": -1},
+        {"dtype": "x"},
+    ],
+    ids=str,
+)
+def test_a_config_that_makes_no_model_is_an_error_in_one_line_that_names_the_file(folder, change):
+    change_json(folder / "config.json", **change)
+    with pytest.raises(UnsupportedModelError, match=r"config\.json") as caught:
+        load(folder)
+    assert "\n" not in caught.value.message
+    assert caught.value.__cause__
+
+
+@pytest.mark.parametrize(
+    "content", ["{bad", "[]", '"x"', "null", "", '{"eos_token_id": "x"}', '{"eos_token_id": [true]}']
+)
+@pytest.mark.parametrize("side", ["target", "draft"])
+def test_a_generation_config_that_says_nothing_is_an_error_in_one_line_that_names_the_file(
+    tiny_pair_dirs, folder, content, side
+):
+    (folder / "generation_config.json").write_text(content)
+    pair = (folder, tiny_pair_dirs[1]) if side == "target" else (tiny_pair_dirs[0], folder)
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json of .*model") as caught:
+        load(*pair)
+    assert "\n" not in caught.value.message
+
+
+def test_nulls_among_the_end_ids_of_a_generation_config_are_skipped(folder):
+    (folder / "generation_config.json").write_text('{"eos_token_id": [280, null]}')
+    assert 280 in load(folder).codec.stop_ids
+
+
+@pytest.mark.parametrize("content", ["[]", "5", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_file_of_another_kind_is_an_error_in_one_line(folder, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_interruption_while_a_config_is_read_is_not_taken_for_a_bad_file(tiny_pair_dirs, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(placement.AutoConfig, "from_pretrained", fail)
+    with pytest.raises(error):
+        load(tiny_pair_dirs[0])
+
+
+def test_a_stop_token_in_digits_that_are_not_ascii_is_a_text(tiny_pair_dirs):
+    with pytest.raises(SettingsError, match="not one token"):
+        load_pair(
+            ModelSettings(target=str(tiny_pair_dirs[0]), draft=LOOKUP), TextSettings(raw=True, stop_token=("\u0663",))
+        )
+
+
+@pytest.mark.parametrize("token", ["384", "9" * 5000])
+def test_a_stop_token_beyond_the_vocabulary_is_an_error_however_long(tiny_pair_dirs, token):
+    with pytest.raises(SettingsError, match="does not exist"):
+        load_pair(
+            ModelSettings(target=str(tiny_pair_dirs[0]), draft=LOOKUP), TextSettings(raw=True, stop_token=(token,))
+        )
 
 
 def test_a_truncated_weights_file_is_an_error_in_one_line(folder):
