@@ -192,6 +192,13 @@ def at_once(prompt: Prompt) -> Iterator[Event]:
     yield from plain(f"w{i} " for i in range(2000))
 
 
+def paused(prompt: Prompt) -> Iterator[Event]:
+    """Time enough for a signal to arrive."""
+    arrived()
+    time.sleep(0.5)
+    yield from plain(["one ", "two "])
+
+
 def drafted(prompt: Prompt) -> Iterator[Event]:
     yield from slow(run(*["==x======"] * 200))
 
@@ -266,7 +273,8 @@ def perform(scene: str, arguments: Sequence[str]) -> int:
     from fly_cli.cli import main
 
     sys.meta_path.insert(0, Stage(scene))
-    return main(arguments)
+    sys.argv[1:] = arguments
+    return main()
 
 
 if __name__ == "__main__":

@@ -241,6 +241,32 @@ def test_a_full_disk_is_an_error_and_no_traceback(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: No space left on device\n\nhint: ")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    "scene, flags, code, out",
+    [
+        ("echo", ["-v", "--seed", "3"], 0, "'hi'\n"),
+        ("out_of_memory", [], 1, "one two \n"),
+        ("failing", [], 1, "one two \n"),
+        ("echo", ["-n", "0"], 2, ""),
+        ("echo", ["--no-such-flag"], 2, ""),
+    ],
+)
+def test_a_stderr_that_takes_nothing_does_not_keep_the_answer_back(
+    scene: str, flags: list[str], code: int, out: str
+) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, str(HELPERS), scene, "generate", *flags, "hi"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=full,
+            text=True,
+            env=os.environ | {"MARKER": os.devnull},
+        )
+    assert (done.returncode, done.stdout) == (code, out)
+
+
 @pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
 @pytest.mark.parametrize("name, called", [("/dev/stdout", "output"), ("/dev/stderr", "error"), ("out", "output")])
 def test_a_trace_does_not_mix_with_what_is_shown(tmp_path: Path, name: str, called: str) -> None:
@@ -287,6 +313,51 @@ def test_output_is_utf8_whatever_the_locale(tmp_path: Path, flags: list[str], en
 
 def test_an_argument_is_utf8_whatever_the_locale(tmp_path: Path) -> None:
     assert run_scene(tmp_path, "echo", "generate", "-q", "→ é", **NO_UTF8) == (0, "'→ é'\n", "")
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_paths_work_and_are_shown_as_they_are_whatever_the_locale(tmp_path: Path, locale: str) -> None:
+    prompt, trace, config = tmp_path / "é.txt", tmp_path / "naïve.trace", tmp_path / "ü.yaml"
+    prompt.write_text("hello", encoding="utf-8")
+    (tmp_path / "ñ.jinja").write_text("{{ x }}", encoding="utf-8")
+    config.write_text("target: ./té\nchat_template: ñ.jinja\n", encoding="utf-8")
+    flags = ["-f", str(prompt), "--trace", str(trace), "--config", str(config)]
+    environment = NO_UTF8 | {"LC_ALL": locale}
+    code, out, err = run_scene(tmp_path, "echo", "generate", *flags, **environment)
+    assert (code, out) == (0, "'hello'\n") and "no draft model is known for ./té" in err
+    assert run_scene(tmp_path, "echo", "replay", "-q", str(trace), **environment) == (0, "'hello'\n", "")
+    _, _, err = run_scene(tmp_path, "echo", "generate", "-f", str(tmp_path / "ö.txt"), **environment)
+    assert "ö.txt`: no such file" in err
+
+
+def test_a_path_that_is_not_utf8_works_all_the_same(tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/odd\xff.txt"
+    try:
+        with open(path, "wb") as file:
+            file.write(b"hello")
+    except OSError:
+        pytest.skip("this file system takes only names in UTF-8")
+    for environment in ({}, NO_UTF8):
+        assert run_scene(tmp_path, "echo", "generate", "-q", "-f", os.fsdecode(path), **environment)[1] == "'hello'\n"
+
+
+def test_little_is_imported_before_signals_are_handled() -> None:
+    code = "import sys; before = set(sys.modules); import fly_cli.cli; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    ours = {name for name in done.stdout.split() if name.startswith("fly_cli")}
+    assert ours == {"fly_cli", "fly_cli.cli", "fly_cli.cli.process", "fly_cli.errors"}
+    assert not {"typer", "traceback", "dataclasses", "pathlib", "json", "rich", "yaml"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_was_ignored_from_the_start_stays_ignored(tmp_path: Path, number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)  # as a shell without job control has it for `fly … &`
+    try:
+        process = Process(tmp_path, "paused", "generate", "-q", "hi")
+    finally:
+        signal.signal(number, before)
+    process.interrupt(number)
+    assert process.finish() == (0, "one two \n", "")
 
 
 def test_the_help_needs_less_than_half_a_second_of_computing() -> None:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
 
 from ..errors import ExitCode, FlyError
-from .process import decoded, discard_output, handled_signals, prepare_streams
+from .process import discard_output, handled_signals, prepare_streams, use_utf8
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `fly` with `arguments` (default: the process's own) and return its exit code."""
-    prepare_streams()
     with handled_signals() as interruption:
         try:
+            with interruption.deferred():
+                prepare_streams()
+            if arguments is None:
+                use_utf8()
             from .app import invoke  # here, so that Ctrl-C during this import is handled as well
 
-            code = invoke(decoded(sys.argv[1:] if arguments is None else arguments))
+            code = invoke(sys.argv[1:] if arguments is None else arguments)
             sys.stdout.flush()
         except BaseException as error:  # every exit code is decided here
             # After a signal any error is taken for its echo: an interrupted import raises all kinds.
@@ -42,6 +44,8 @@ def explain(error: BaseException) -> int:
         case SystemExit():
             return error.code if isinstance(error.code, int) else ExitCode.FAILED
         case _:
+            import traceback  # takes as long to import as all that is needed before signals are handled
+
             traceback.print_exception(error)
             return ExitCode.FAILED
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import select
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import IO
+from typing import IO, Any
 
-STDOUT = 1  # its descriptor
+STDOUT, STDERR = 1, 2  # their descriptors
+HANDLED = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interruption:
@@ -54,8 +56,10 @@ interruption = Interruption()
 def handled_signals() -> Iterator[Interruption]:
     """Signals go to `interruption`, and back to where they went before."""
     interruption.received = None
+    # What was ignored from the start stays so: a shell has its background jobs ignore Ctrl-C. None is a handler in C.
+    ours = [number for number in HANDLED if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     try:
-        before = {number: signal.signal(number, interruption.arrive) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, interruption.arrive) for number in ours}
     except ValueError:  # not in the main thread: signals are the host program's own business
         yield interruption
         return
@@ -83,14 +87,43 @@ def prepare_streams() -> None:
         sys.stdout = os.fdopen(STDOUT, "w", encoding="utf-8")
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is sys.__stderr__:
+        lenient = io.BufferedWriter(BestEffort(STDERR, "w", closefd=False))
+        sys.stderr = io.TextIOWrapper(lenient, line_buffering=True)
     for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors=errors)
 
 
-def decoded(arguments: Sequence[str]) -> list[str]:
-    """The arguments as UTF-8, whatever the locale; bytes that are not UTF-8 stay lone surrogates."""
-    return [os.fsencode(argument).decode("utf-8", "surrogateescape") for argument in arguments]
+class BestEffort(io.FileIO):
+    """A file that loses what it cannot take: an answer does not end because nobody can be told about it."""
+
+    def write(self, data: Any) -> int:
+        try:
+            written: int | None = super().write(data)  # None: a full pipe that nobody is to wait for
+        except OSError:
+            written = None
+        return len(data) if written is None else written
+
+
+def use_utf8() -> None:
+    """Start this process anew in Python's UTF-8 mode, unless paths and arguments are UTF-8 already.
+
+    Elsewhere a path outside the locale's alphabet has two spellings, one that files open by and one that is shown,
+    written in YAML and taken by the libraries; only Python's own mode makes them one.
+    """
+    if sys.getfilesystemencoding() != "utf-8" and not sys.flags.utf8_mode and sys.executable:
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])
+
+
+def is_same_file(path: str | os.PathLike[str], other: str | os.PathLike[str] | IO[Any]) -> bool:
+    """Whether `path` leads to the very file, pipe or terminal that the other is; what holds nothing never counts."""
+    try:
+        there = os.stat(path)
+        same = os.path.samestat(there, os.stat(other if isinstance(other, str | os.PathLike) else other.fileno()))
+        return same and not os.path.samestat(there, os.stat(os.devnull))
+    except (OSError, ValueError):  # nothing there, or not a real file
+        return False
 
 
 def reader_is_gone(stream: IO[str]) -> bool:
