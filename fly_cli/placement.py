@@ -154,16 +154,20 @@ def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) 
 
 def take(place: Placement, device: torch.device, free: dict[int | str, int]) -> None:
     """Book a whole model on its device. Raises `OutOfMemoryError` when it does not fit."""
-    key = "cpu" if device.type == "cpu" else (device.index or 0)
-    needed = place.weight_bytes + place.cache_bytes
-    if needed > free.get(key, 0):
+    book(place, device, place.weight_bytes, place.cache_bytes, free)
+
+
+def book(place: Placement, device: torch.device, weights: int, cache: int, free: dict[int | str, int]) -> None:
+    """Book that many bytes of a model on a device. Raises `OutOfMemoryError` when they do not fit."""
+    key = device.type if device.type in free else (device.index or 0)  # as accelerate counts: cpu, or an index
+    if weights + cache > free.get(key, 0):
         raise OutOfMemoryError(
-            f"`{place.name}` needs {gigabytes(needed)} on {device} ({gigabytes(place.weight_bytes)} weights in "
-            f"{str(place.dtype).removeprefix('torch.')}, {gigabytes(place.cache_bytes)} cache), and "
+            f"`{place.name}` needs {gigabytes(weights + cache)} on {device} ({gigabytes(weights)} weights in "
+            f"{str(place.dtype).removeprefix('torch.')}, {gigabytes(cache)} cache), and "
             f"{gigabytes(free.get(key, 0))} are free",
             hint="use a smaller model or `--draft lookup`, `--dtype bfloat16`, or another device",
         )
-    free[key] -= needed
+    free[key] -= weights + cache
 
 
 def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
@@ -176,25 +180,17 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
     dtype = choose_dtype(settings.dtype, accelerators[0] if accelerators else torch.device("cpu"))
     weights, cache = target.weight_bytes(dtype), target.cache_bytes(dtype)
     if isinstance(settings.device_map, dict):
-        device_map: DeviceMap = dict(settings.device_map)
-        try:
-            check_device_map(target.model, device_map)
-        except ValueError as error:
-            raise SettingsError(
-                f"the device map does not fit `{target.name}`: {error}", hint="name every module, or use `auto`"
-            ) from error
-        for named in device_map.values():
-            if named != "disk":
-                checked_device(named)
-    else:
-        # The cache lives where the layers do: leave its share on each accelerator, or all of it on the CPU.
-        share = cache // max(1, len(accelerators))
-        limits = {device: max(0, size - share) for device, size in free.items()}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about buffers of offloaded layers: a few bytes
-            device_map = infer_auto_device_map(
-                target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
-            )
+        place = Placement(target.name, dict(settings.device_map), dtype, weights, cache)
+        take_map(target, place, check_map(target, place.device_map, settings), free)
+        return place
+    # The cache lives where the layers do: leave its share on each accelerator, or all of it on the CPU.
+    share = cache // max(1, len(accelerators))
+    limits = {device: max(0, size - share) for device, size in free.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about buffers of offloaded layers: a few bytes
+        device_map: DeviceMap = infer_auto_device_map(
+            target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
+        )
     if "disk" in device_map.values() and not settings.offload_folder:
         room = ", ".join(f"{gigabytes(size)} on {device}" for device, size in free.items())
         raise OutOfMemoryError(
@@ -204,6 +200,57 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
             "`--offload-folder DIR`",
         )
     return Placement(target.name, device_map, dtype, weights, cache)
+
+
+def check_map(target: Skeleton, device_map: DeviceMap, settings: ModelSettings) -> dict[str, torch.device | None]:
+    """The device of each name in a map, None for the disk.
+
+    Raises `SettingsError` for unknown or missing modules, and for a device that is not there.
+    """
+    known = {name for name, _ in target.model.named_modules()} | {name for name, _ in target.model.named_parameters()}
+    if unknown := [module for module in device_map if module not in known]:
+        raise SettingsError(
+            f"the device map names {unknown[0]!r}, and `{target.name}` has no such module",
+            hint=f"name {', '.join(name for name, _ in target.model.named_children())} or parts of them, or use `auto`",
+        )
+    try:
+        check_device_map(target.model, device_map)
+    except ValueError as error:
+        raise SettingsError(
+            f"the device map does not fit `{target.name}`: {one_line(error)}", hint="name every module, or use `auto`"
+        ) from error
+    on_disk = [module or "the whole model" for module, device in device_map.items() if device == "disk"]
+    if on_disk and not settings.offload_folder:
+        raise SettingsError(
+            f"the device map puts {on_disk[0]} on disk, and there is no folder for it",
+            hint="add `--offload-folder DIR`, or name another device",
+        )
+    return {module: None if device == "disk" else checked_device(device) for module, device in device_map.items()}
+
+
+def take_map(
+    target: Skeleton,
+    place: Placement,
+    devices: Mapping[str, torch.device | None],
+    free: dict[int | str, int],
+) -> None:
+    """Book what a device map puts on each device. Raises `OutOfMemoryError` when it does not fit."""
+    weights: dict[torch.device, int] = {}
+    for name, parameter in target.model.named_parameters():  # tied weights come once
+        device = devices[entry_of(name, devices)]
+        if device is not None:
+            weights[device] = weights.get(device, 0) + parameter.numel() * place.dtype.itemsize
+    holders = [device for device in weights if device.type != "cpu"] or [torch.device("cpu")]  # of the cache
+    for device in {**weights, **dict.fromkeys(holders)}:
+        cache = place.cache_bytes // len(holders) if device in holders else 0
+        book(place, device, weights.get(device, 0), cache, free)
+
+
+def entry_of(parameter: str, device_map: Mapping[str, Any]) -> str:
+    """The name in a map that says where a parameter goes: the longest one that it is under."""
+    while parameter not in device_map:
+        parameter = parameter.rpartition(".")[0]
+    return parameter
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
@@ -222,12 +269,13 @@ def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 def checked_device(name: str | int | torch.device) -> torch.device:
     """The device of that name. Raises `SettingsError` when this machine has none."""
-    if isinstance(name, int):
-        return checked_device(accelerator(name))
     try:
-        device = torch.device(name)
+        device = accelerator(name) if isinstance(name, int) else torch.device(name)
+        same = device.index == name if isinstance(name, int) else str(device) == str(name)
+        if not same or device.type == "meta":  # torch wraps indices (cuda:256 becomes cuda:0), and meta holds nothing
+            raise ValueError(f"{name!r} names {device}")
         torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except Exception as error:  # each backend has its own way to say that it is not there
         raise SettingsError(
             f"there is no device {str(name)!r} here",
             hint=f"devices: {', '.join(str(accelerator(d)) if isinstance(d, int) else d for d in get_max_memory())}",

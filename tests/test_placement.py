@@ -144,12 +144,74 @@ def test_a_device_map_must_name_every_module(folder, machine):
     assert target.describe()["devices"] == {"cpu": 2}
 
 
-def test_a_device_that_is_not_there_is_a_usage_error():
-    with pytest.raises(SettingsError, match="no device 'banana'"):
-        placement.checked_device("banana")
-    if not torch.cuda.is_available():
-        with pytest.raises(SettingsError, match="cuda:0"):
-            placement.checked_device("cuda:0")
+def test_a_module_that_the_model_lacks_is_named(folder, machine):
+    machine({"cpu": 500 * MB})
+    with pytest.raises(SettingsError, match="'bogus'") as caught:
+        plan(skeleton("big", folder), None, ModelSettings(device_map={"": "cpu", "bogus": "cpu"}))
+    assert "lm_head" in caught.value.hint
+
+
+@pytest.mark.parametrize("device_map", [{"": "disk"}, {"model": "cpu", "lm_head": "disk"}])
+def test_a_device_map_that_asks_for_disk_needs_an_offload_folder(folder, machine, device_map):
+    machine({"cpu": 500 * MB})
+    with pytest.raises(SettingsError, match=r"device map puts (the whole model|lm_head) on disk") as caught:
+        plan(skeleton("big", folder), None, ModelSettings(device_map=device_map))
+    assert "--offload-folder" in caught.value.hint
+    place, _ = plan(skeleton("big", folder), None, ModelSettings(device_map=device_map, offload_folder="off"))
+    assert "disk" in devices(place)
+
+
+@pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}])
+def test_a_device_map_is_refused_with_the_sizes_when_a_device_is_too_small_for_its_part(folder, machine, device_map):
+    model = skeleton("big", folder)
+    needed = model.weight_bytes(torch.float32) + model.cache_bytes(torch.float32)
+    settings = ModelSettings(dtype="float32", device_map=device_map)
+    machine({"cpu": needed})
+    assert plan(model, None, settings)[0]
+    machine({"cpu": needed - 10})
+    with pytest.raises(OutOfMemoryError, match=r"`big` needs .* MB on cpu \(.* weights in float32, .* cache\)"):
+        plan(model, None, settings)
+
+
+def test_each_device_of_a_map_is_booked_for_its_own_part(folder, machine):
+    model = skeleton("big", folder)
+    head = 1000 * 256 * 4
+    rest = model.weight_bytes(torch.float32) - head
+    cache = model.cache_bytes(torch.float32)
+    settings = ModelSettings(dtype="float32", device_map={"": 0, "lm_head": "cpu"})
+    machine({0: rest + cache, "cpu": head})
+    assert plan(model, None, settings)[0]
+    for free, device in (({0: rest + cache - 1, "cpu": head}, "cuda:0"), ({0: rest + cache, "cpu": head - 1}, "cpu")):
+        machine(free)
+        with pytest.raises(OutOfMemoryError, match=f"on {device}"):
+            plan(model, None, settings)
+
+
+def test_a_map_that_keeps_the_weights_on_disk_still_needs_room_for_the_cache(folder, machine):
+    model = skeleton("big", folder)
+    machine({"cpu": model.cache_bytes(torch.float32) - 1})
+    with pytest.raises(OutOfMemoryError, match=r"on cpu \(0\.0 MB weights"):
+        plan(model, None, ModelSettings(dtype="float32", device_map={"": "disk"}, offload_folder="off"))
+
+
+@pytest.mark.parametrize("name", ["banana", "", "hpu", "meta", "cuda:99999", -1, 99999, 10**22])
+def test_a_device_that_is_not_there_is_a_usage_error_that_names_it(name):
+    with pytest.raises(SettingsError, match=f"no device '{name}'"):
+        placement.checked_device(name)
+
+
+def test_an_index_is_not_wrapped_into_another_device(monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: None)  # as if every device were there
+    assert placement.checked_device(1).index == 1
+    for name in ("cuda:256", 256):
+        with pytest.raises(SettingsError, match="256"):
+            placement.checked_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_an_accelerator_that_is_not_there_is_a_usage_error():
+    with pytest.raises(SettingsError, match="cuda:0"):
+        placement.checked_device("cuda:0")
 
 
 def test_a_folder_that_is_no_language_model_is_refused_in_one_line(tmp_path):
