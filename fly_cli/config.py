@@ -26,7 +26,15 @@ from typing import Any, Protocol, get_args, get_origin, get_type_hints
 import yaml
 
 from .errors import FlyError, SettingsError
-from .settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings, check_choice
+from .settings import (
+    LOOKUP,
+    MAX_DRAFT_TOKENS,
+    DecodeSettings,
+    ModelSettings,
+    TextSettings,
+    check_choice,
+    is_template_name,
+)
 
 COLORS = ("auto", "always", "never")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -223,7 +231,8 @@ def file_values(path: Path, content: Mapping[Any, Any]) -> dict[str, Value]:
         if raw is not None:
             value = convert(key, raw, f"{path}: `{key}`")
             if key == "chat_template" or (key == "device_map" and is_file_name(value)):
-                value = str(path.parent / Path(value).expanduser())
+                beside = path.parent / Path(value).expanduser()
+                value = value if is_template_name(value) and not beside.is_file() else str(beside)
             values[key] = Value(value, Layer.FILE, f"{path}:{key}")
     return values
 
@@ -389,16 +398,19 @@ def check_device(name: str, value: Value) -> None:
 
 
 def read_template(value: Value) -> str | None:
-    """The text of a chat template's file."""
+    """The text of a chat template's file, or the name of one of the model's own templates."""
     if value.value is None:
         return None
     path = Path(value.value).expanduser()
+    if is_template_name(value.value) and not path.is_file():
+        return str(value.value)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SettingsError(
-            f"`chat_template` ({value.origin}) names {path}: {reason}", hint="give a file with a Jinja template"
+            f"`chat_template` ({value.origin}) names {path}: {reason}",
+            hint="give a file with a Jinja template, or the name of one of the model's own",
         ) from None
 
 
@@ -430,8 +442,8 @@ def window_notes(config: Config, decode: DecodeSettings) -> list[str]:
                 hint="use `--draft-tokens 15 --window-size 6`, or any window smaller than the draft",
             )
         )
-    if config.given("window_size"):
-        fits = f"`--draft-tokens {max(window + 1, round(window * 2.5))}`"
+    if config.given("window_size") and window < MAX_DRAFT_TOKENS:
+        fits = f"`--draft-tokens {min(MAX_DRAFT_TOKENS, max(window + 1, round(window * 2.5)))}`"
     else:
         fits = f"`--window-size {min(k - 1, max(1, round(k * 0.4)))}`"
     return [f"a window of {window} does not fit in a draft of {k}, so nothing can be deferred; {fits} fits"]

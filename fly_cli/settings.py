@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
 DEFAULT_TARGET = "qwen-coder-1.5b"
 DEFAULT_DRAFT = "qwen-coder-0.5b"
+MAX_DRAFT_TOKENS = 1024
+TEMPLATE_NAME = re.compile(r"[\w-]+")
 LOOKUP = "lookup"  # the drafter that needs no draft model
 
 
@@ -51,7 +54,7 @@ class DecodeSettings:
         check_choice("mode", self.mode, MODES)
         check_choice("entropy", self.entropy, ENTROPY_KINDS)
         check_choice("draft_schedule", self.draft_schedule, SCHEDULES)
-        check_range("draft_tokens", self.draft_tokens, 0, 1024)
+        check_range("draft_tokens", self.draft_tokens, 0, MAX_DRAFT_TOKENS)
         check_range("window_size", self.window_size, 0, 1024)
         check_range("entropy_top_k", self.entropy_top_k, 1, 1024)
         check_range("strict_first", self.strict_first, 0)
@@ -140,3 +143,8 @@ def check_range(name: str, value: float, low: float, high: float = math.inf, *, 
         raise SettingsError(
             f"`{name}` is {value}", hint=f"give a number {'above' if open_low else 'of at least'} {low:g}{upper}"
         )
+
+
+def is_template_name(text: str) -> bool:
+    """Whether the text is a bare word: the name of a chat template, never a template itself."""
+    return TEMPLATE_NAME.fullmatch(text) is not None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .detokenize import Detokenizer, choose_detokenizer, decode_all, token_at
 from .errors import PromptError, SettingsError
 from .prompts import Prompt, replace_surrogates
-from .settings import TextSettings
+from .settings import TextSettings, is_template_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -258,13 +258,18 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, settings: TextSettings) 
     """The chat template's text and where it came from; two Nones for a model without one."""
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {}
+    names = ", ".join(f"`{name}`" for name in sorted(named))
     if settings.chat_template is not None:
         if settings.chat_template in named:
             return named[settings.chat_template], f"named template `{settings.chat_template}`"
+        if is_template_name(settings.chat_template):
+            raise SettingsError(
+                f"the model has no chat template named `{settings.chat_template}`",
+                hint=f"it has {names}" if named else "give a file with a Jinja template",
+            )
         return settings.chat_template, "--chat-template"
     if named:
         if "default" not in named:
-            names = ", ".join(f"`{name}`" for name in sorted(named))
             raise SettingsError(
                 f"the model has several chat templates and no default: {names}", hint="name one with `--chat-template`"
             )

@@ -110,6 +110,7 @@ FLAGS: list[tuple[list[str], str, str, Any]] = [
     (["--entropy", "normalized"], "decode", "entropy", "normalized"),
     (["--entropy-top-k", "5"], "decode", "entropy_top_k", 5),
     (["--strict-first", "7"], "decode", "strict_first", 7),
+    (["--draft-schedule", "adaptive"], "decode", "draft_schedule", "adaptive"),
     (["--no-draft-lookup"], "decode", "draft_lookup", False),
     (["--max-new-tokens", "3"], "decode", "max_new_tokens", 3),
     (["-n", "3"], "decode", "max_new_tokens", 3),
@@ -228,6 +229,7 @@ def test_prompt_ids_are_shown_on_stderr_and_the_answer_goes_on(fly: Fly) -> None
         (["generate", "--top-p", "1.5", "hi"], "`--top-p` is 1.5", "at most 1"),
         (["generate", "--mode", "fast", "hi"], "`--mode` is 'fast'", "fly, exact, target"),
         (["generate", "--entropy", "full", "hi"], "`--entropy` is 'full'", "topk, normalized"),
+        (["generate", "--draft-schedule", "fast", "hi"], "`--draft-schedule` is 'fast'", "constant, adaptive"),
         (["generate", "--color", "red", "hi"], "`--color` is 'red'", "auto, always, never"),
         (["generate", "--stop", "", "hi"], "`--stop` has an empty string", "one character"),
         (["generate", "-k", "4", "-w", "4", "hi"], "`--window-size` 4 leaves nothing", "--draft-tokens 15"),
@@ -480,6 +482,25 @@ def test_config_show_prints_every_value_with_its_origin_as_yaml(
     assert fly("config", "show").code == 0
 
 
+def test_config_show_is_yaml_whatever_characters_the_settings_have(fly: Fly, tmp_path: Path) -> None:
+    import yaml
+
+    odd = "é \x7f\x80\x85\u2028\u2029\ufeff\x1b\t\n😀 \\ \"'#"
+    path = tmp_path / "odd\x85\u2028\n.yaml"
+    path.write_text(yaml.safe_dump({"system": odd, "stop": [odd], "aliases": {odd: "./x"}}), encoding="utf-8")
+    outcome = fly("config", "show", "--config", str(path))
+    shown = yaml.safe_load(outcome.out)
+    assert (shown["system"], shown["stop"], shown["aliases"]) == (odd, [odd], {odd: "./x"})
+    assert "é" in outcome.out and "😀" in outcome.out and not set("\x7f\x85\u2028\x1b") & set(outcome.out)
+
+
+def test_an_alias_with_control_characters_is_shown_on_one_line_without_them(fly: Fly, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text('aliases: {"a\\e[2J\\nb": "./x\\e[2J"}\npairs: {"a\\e[2J\\nb": "y\\n"}\n')
+    outcome = fly("models")
+    assert outcome.code == 0 and "\x1b" not in outcome.out
+    assert sum("␛[2J b" in line and "./x␛[2J" in line for line in outcome.out.splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["--help"], ["--version"], ["generate", "--help"], ["generate", "--bad"], ["config", "show"], ["replay", "/nope"]],
@@ -499,6 +520,7 @@ def test_what_needs_no_model_imports_no_model_library(arguments: list[str]) -> N
     [
         ("fly gen", 1, ["generate"]),
         ("fly generate --mode ", 3, ["fly", "exact", "target"]),
+        ("fly generate --draft-schedule ", 3, ["constant", "adaptive"]),
         ("fly generate --target qwen-coder", 3, ["qwen-coder-1.5b", "qwen-coder-0.5b"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -132,6 +133,7 @@ def test_a_byte_order_mark_does_not_spoil_the_first_key(tmp_path: Path) -> None:
         ("FLY_DRAFT_TOKENS", "9", "draft_tokens", 9),
         ("FLY_TEMPERATURE", "1", "temperature", 1.0),
         ("FLY_ENTROPY_THRESHOLD", "0.25", "entropy_threshold", 0.25),
+        ("FLY_DRAFT_SCHEDULE", "adaptive", "draft_schedule", "adaptive"),
         ("FLY_DRAFT_LOOKUP", "off", "draft_lookup", False),
         ("FLY_RAW", "Yes", "raw", True),
         ("FLY_STOP", "\n\n", "stop", ("\n\n",)),
@@ -240,6 +242,15 @@ def test_a_window_wider_than_the_default_draft_gets_a_note_with_a_draft_that_fit
     assert "`--draft-tokens 50` fits" in note
 
 
+@pytest.mark.parametrize("window", [500, 1023, 1024])
+def test_what_a_note_about_a_wide_window_proposes_is_allowed(tmp_path: Path, window: int) -> None:
+    (note,) = effective(tmp_path, window_size=window).notes
+    match = re.search("`--(draft-tokens|window-size) (\\d+)` fits", note)
+    assert match is not None
+    proposed = {"window_size": window} | {match[1].replace("-", "_"): int(match[2])}
+    assert effective(tmp_path, **proposed).notes == ()
+
+
 @pytest.mark.parametrize("mode", ["exact", "target"])
 def test_a_window_that_fits_no_draft_is_no_error_where_nothing_is_deferred(tmp_path: Path, mode: str) -> None:
     (note,) = effective(tmp_path, mode=mode, draft_tokens=3, window_size=6).notes
@@ -316,6 +327,21 @@ def test_a_chat_template_is_the_text_of_its_file(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{{ messages }}\n")
     assert effective(tmp_path, "chat_template: t.jinja").text.chat_template == "{{ messages }}\n"
     assert "No such file" in refused(tmp_path, chat_template="/nope.jinja").message
+
+
+def test_a_chat_template_that_is_a_bare_word_and_no_file_is_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rag").mkdir()
+    for name in ("tool_use", "rag"):
+        assert effective(tmp_path, chat_template=name).text.chat_template == name
+        assert effective(tmp_path, environment={"FLY_CHAT_TEMPLATE": name}).text.chat_template == name
+        assert effective(tmp_path, f"chat_template: {name}").text.chat_template == name
+    (tmp_path / "tool_use").write_text("{{ messages }}")
+    assert effective(tmp_path, "chat_template: tool_use").text.chat_template == "{{ messages }}"
+    for path in ("tool_use.jinja", "./nope", "../nope"):
+        assert "No such file" in refused(tmp_path, chat_template=path).message
 
 
 def test_raw_and_a_system_prompt_exclude_each_other_by_their_flags(tmp_path: Path) -> None:

@@ -387,6 +387,15 @@ def test_a_template_can_be_given_or_named():
         assert encoded.template_source == source
 
 
+@pytest.mark.parametrize(
+    "own, hint", [({"tool_use": "x", "rag": "y"}, "`rag`, `tool_use`"), (CHAT_TEMPLATE, "file"), (None, "file")]
+)
+def test_a_template_name_that_the_model_lacks_is_an_error_and_no_template(own, hint):
+    with pytest.raises(SettingsError, match="no chat template named `rga`") as caught:
+        codec_of(byte_level(template=own), chat_template="rga")
+    assert hint in caught.value.hint
+
+
 def test_named_templates_without_a_default_are_listed():
     with pytest.raises(SettingsError, match="`rag`, `tool_use`"):
         codec_of(byte_level(template={"tool_use": "x", "rag": "y"}))

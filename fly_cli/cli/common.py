@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ import typer
 from ..catalog import load_catalog
 from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
 from ..errors import OutOfMemoryError, UsageError
-from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES
+from ..graphemes import visible_line
+from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
 from .process import is_same_file
+
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
 
 MODELS, DECODING, SAMPLING, PROMPT, OUTPUT = "Models", "Decoding", "Sampling", "Prompt", "Output"
 
@@ -194,6 +198,7 @@ DraftSchedule = Annotated[
     option(
         "--draft-schedule",
         panel=DECODING,
+        completions=lambda: SCHEDULES,
         default=shown("draft_schedule"),
         help="constant: always --draft-tokens; adaptive: as many as pay on this machine, from the model or the text.",
     ),
@@ -250,7 +255,8 @@ Seed = Annotated[
 System = Annotated[str | None, option("--system", "-s", panel=PROMPT, help="System message of the chat.")]
 Raw = Annotated[bool | None, option("--raw/--no-raw", panel=PROMPT, help="Send the prompt without a chat template.")]
 ChatTemplate = Annotated[
-    Path | None, option("--chat-template", panel=PROMPT, help="File with a Jinja chat template to use.")
+    Path | None,
+    option("--chat-template", panel=PROMPT, help="File with a Jinja chat template, or the name of one of the model's."),
 ]
 
 # --- output ---------------------------------------------------------------------------------------------------------
@@ -319,9 +325,23 @@ def default_config_file() -> Path:
 
 def format_values(values: Mapping[str, Value]) -> list[str]:
     """A line for each setting, in the form of a config file, with its origin as a comment."""
-    lines = {name: f"{name}: {json.dumps(value.value, ensure_ascii=False)}" for name, value in values.items()}
+    lines = {name: f"{name}: {yaml_value(value.value)}" for name, value in values.items()}
     width = min(40, max(len(line) for line in lines.values()))
-    return [f"{line:{width}}  # {values[name].origin}" for name, line in lines.items()]
+    return [f"{line:{width}}  # {yaml_comment(values[name].origin)}" for name, line in lines.items()]
+
+
+def yaml_value(value: Any) -> str:
+    """The value as JSON that is YAML as well: YAML forbids some characters, and ends lines at others."""
+    return escape_for_yaml(json.dumps(value, ensure_ascii=False))
+
+
+def yaml_comment(text: str) -> str:
+    """The text on one line that YAML can pass over."""
+    return escape_for_yaml(visible_line(text))
+
+
+def escape_for_yaml(text: str) -> str:
+    return NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 @contextmanager

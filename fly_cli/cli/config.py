@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import typer
@@ -11,6 +10,7 @@ from ..catalog import load_catalog
 from ..config import resolve
 from ..render import write
 from . import common
+from .talk import Talk
 
 config = typer.Typer(name="config", no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 
@@ -25,11 +25,12 @@ def show(file: common.ConfigFile = None) -> None:
     """Print every setting with its origin, as YAML that can be copied into a config file."""
     layers = common.configure({}, file)
     effective = resolve(layers, load_catalog(layers.aliases, layers.pairs))
-    read = layers.file or f"{common.default_config_file()} (there is none)"
-    lines = [f"# file: {read}", *common.format_values(effective.values)]
+    read = str(layers.file or f"{common.default_config_file()} (there is none)")
+    lines = [f"# file: {common.yaml_comment(read)}", *common.format_values(effective.values)]
     for name, table in (("aliases", layers.aliases), ("pairs", layers.pairs)):
         if table:
-            lines.append(f"{name}: {json.dumps(table, ensure_ascii=False)}")
+            lines.append(f"{name}: {common.yaml_value(table)}")
     write(sys.stdout, "".join(line + "\n" for line in lines))
+    talk = Talk(effective.output)
     for note in effective.notes:
-        print(f"note: {note}", file=sys.stderr)
+        talk.note(note)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ..catalog import Catalog, Entry, load_catalog
+from ..graphemes import visible_line
 from ..render import write
 from ..storage import size_text
 from . import common
@@ -61,7 +62,7 @@ def as_record(entry: Entry, folder: Path | None, catalog: Catalog) -> dict[str, 
 def as_row(entry: Entry, folder: Path | None, catalog: Catalog) -> tuple[str, ...]:
     """A line of the table."""
     size = entry.download_bytes
-    return (
+    cells = (
         entry.alias,
         "?" if size is None else size_text(size),
         YES_NO[folder is not None],
@@ -70,6 +71,7 @@ def as_row(entry: Entry, folder: Path | None, catalog: Catalog) -> tuple[str, ..
         catalog.draft_for(entry.alias) or "-",
         entry.path or str(entry.hub),
     )
+    return tuple(map(visible_line, cells))
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
