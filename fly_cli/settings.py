@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from .errors import SettingsError
 
@@ -51,6 +54,7 @@ class DecodeSettings:
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        check_types(self)
         check_choice("mode", self.mode, MODES)
         check_choice("entropy", self.entropy, ENTROPY_KINDS)
         check_choice("draft_schedule", self.draft_schedule, SCHEDULES)
@@ -77,7 +81,6 @@ class DecodeSettings:
             draft_tokens = 0
         object.__setattr__(self, "entropy_threshold", threshold)
         object.__setattr__(self, "draft_tokens", draft_tokens)
-        object.__setattr__(self, "stop", tuple(self.stop))
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON values, names unchanged."""
@@ -100,6 +103,10 @@ class ModelSettings:
     allow_missing_weights: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("target", "draft", "offload_folder"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(value))
+        check_types(self)
         check_choice("dtype", self.dtype, DTYPES)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
@@ -123,12 +130,57 @@ class TextSettings:
     show_special: bool = False
 
     def __post_init__(self) -> None:
+        check_types(self)
         if self.raw and (self.system is not None or self.chat_template is not None):
             raise SettingsError(
                 "`raw` sends the prompt without a chat template, so `system` and `chat_template` have no place",
                 hint="drop `--raw`, or drop `--system` and `--chat-template`",
             )
-        object.__setattr__(self, "stop_token", tuple(self.stop_token))
+
+
+def check_types(settings: Any) -> None:
+    """Raise `SettingsError` for a value that its field's type does not allow.
+
+    A field of many strings takes any iterable of them, and one string as itself alone; it becomes a tuple.
+    """
+    for name, hint in get_type_hints(type(settings)).items():
+        value = getattr(settings, name)
+        if get_origin(hint) is tuple and isinstance(value, Iterable):
+            value = (value,) if isinstance(value, str) else tuple(value)
+            object.__setattr__(settings, name, value)
+        if not fits(value, hint):
+            raise SettingsError(f"`{name}` is {value!r}", hint=f"give {in_words(hint)}")
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a field's type: ints are floats too, but no bool is a number."""
+    match get_origin(hint):
+        case origin if origin is Union or origin is UnionType:
+            return any(fits(value, one) for one in get_args(hint))
+        case origin if origin is tuple:
+            return isinstance(value, tuple) and all(fits(one, get_args(hint)[0]) for one in value)
+        case origin if origin is dict:
+            of_key, of_value = get_args(hint)
+            return isinstance(value, dict) and all(fits(k, of_key) and fits(v, of_value) for k, v in value.items())
+    if isinstance(value, bool):
+        return hint is bool
+    return isinstance(value, int | float) if hint is float else isinstance(value, hint)
+
+
+WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "True or False", NoneType: "None"}
+
+
+def in_words(hint: Any) -> str:
+    """What values a field's type allows."""
+    match get_origin(hint):
+        case origin if origin is Union or origin is UnionType:
+            return " or ".join(map(in_words, get_args(hint)))
+        case origin if origin is tuple:
+            return "a sequence of strings"
+        case origin if origin is dict:
+            key, value = map(in_words, get_args(hint))
+            return f"a dict from {key} to {value}"
+    return WORDS[hint]
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
