@@ -117,7 +117,7 @@ def free_memory(limits: Mapping[str, str] | None) -> dict[int | str, int]:
     """Free bytes of each device (accelerators by index, then "cpu"), less some headroom, capped by `limits`."""
     free = {device: int(size * (1 - HEADROOM)) for device, size in get_max_memory().items()}
     for key, size in (limits or {}).items():
-        device: int | str = int(key) if key.isdigit() else key
+        device: int | str = int(key) if key.isascii() and key.isdigit() and len(key) < 6 else key
         try:
             limit = convert_file_size_to_int(size)
         except ValueError as error:

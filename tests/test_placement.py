@@ -119,7 +119,15 @@ def test_max_memory_limits_a_device_and_leaves_out_the_others(folder, machine):
     assert devices(target) == {"cpu"}
 
 
-@pytest.mark.parametrize(("limits", "what"), [({"cpu": "lots"}, "lots"), ({"7": "2GB"}, "not there")])
+@pytest.mark.parametrize(
+    ("limits", "what"),
+    [
+        ({"cpu": "lots"}, "lots"),
+        ({"7": "2GB"}, "not there"),
+        ({"\u00b2": "2GB"}, "not there"),
+        ({"9" * 5000: "2GB"}, "not there"),
+    ],
+)
 def test_a_bad_max_memory_is_a_usage_error(folder, machine, limits, what):
     machine({"cpu": 500 * MB})
     with pytest.raises(SettingsError, match=what):
