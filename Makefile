@@ -12,6 +12,8 @@ $(VENV)/.installed: pyproject.toml
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	touch $@
 
+lint types test pair format: $(VENV)/.installed
+
 lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -74,7 +74,8 @@ def format_closing_line(summary: Summary, unfinished: str = "interrupted") -> st
     reason = summary.finish_reason or unfinished
     parts = [f"{count(summary.num_new_tokens, 'token')} ({reason})"]
     if summary.decode_tps is not None:
-        parts.append(f"{summary.decode_tps:.1f} tokens/s")
+        digits = ".1f" if summary.decode_tps >= 1 else ".2g"
+        parts.append(f"{summary.decode_tps:{digits}} tokens/s")
     if summary.mean_acceptance_length is not None:
         parts.append(f"{summary.mean_acceptance_length:.2f} tokens a round")
     if summary.num_draft_tokens:
