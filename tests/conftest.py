@@ -1,5 +1,7 @@
 """Fixtures that more than one test file uses."""
 
+import os
+
 import pytest
 
 
@@ -16,3 +18,10 @@ def tiny_pair_dirs(tmp_path_factory):
         byte_tokenizer().save_pretrained(folder)
         folders.append(folder)
     return tuple(folders)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request, tmp_path_factory, monkeypatch):
+    """Keeps tests out of the user's cache, but for those that need the real pair in it."""
+    if request.node.get_closest_marker("pair") is None and "FLY_CACHE" not in os.environ:
+        monkeypatch.setenv("FLY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
