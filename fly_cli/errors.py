@@ -80,3 +80,11 @@ class OutOfMemoryError(FlyError):
 
 class DecodeError(FlyError):
     pass
+
+
+def out_of_memory(doing: str) -> OutOfMemoryError:
+    """What to tell a user whose memory ran out while `doing` something."""
+    return OutOfMemoryError(
+        f"memory ran out while {doing}",
+        hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
+    )

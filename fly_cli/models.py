@@ -20,7 +20,7 @@ from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
 from .costs import load_costs, store_costs
 from .cpu_linear import widen_linears
-from .errors import ModelError, OutOfMemoryError, UnsupportedModelError
+from .errors import ModelError, UnsupportedModelError, out_of_memory
 from .placement import Placement, gigabytes, plan, skeleton
 from .progress import Progress, Silent
 from .schedule import CostTable, guess_costs
@@ -190,14 +190,6 @@ def end_ids(name: str, folder: Path, config: Any) -> set[int]:
             )
         found.update(ids)
     return found
-
-
-def out_of_memory(doing: str) -> OutOfMemoryError:
-    """What to tell a user whose memory ran out while `doing` something."""
-    return OutOfMemoryError(
-        f"memory ran out while {doing}",
-        hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
-    )
 
 
 @contextmanager

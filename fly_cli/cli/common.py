@@ -15,7 +15,7 @@ import typer
 
 from ..catalog import load_catalog
 from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
-from ..errors import OutOfMemoryError, UsageError
+from ..errors import UsageError, out_of_memory
 from ..graphemes import visible_line
 from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
 from .process import is_same_file
@@ -353,10 +353,7 @@ def memory_errors(doing: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         size = f" ({' '.join(str(error).split())[:200]})" if str(error) else ""
-        raise OutOfMemoryError(
-            f"memory ran out while {doing}{size}",
-            hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
-        ) from error
+        raise out_of_memory(doing + size) from error
 
 
 def is_out_of_memory(error: Exception) -> bool:
