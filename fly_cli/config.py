@@ -452,12 +452,13 @@ def window_notes(config: Config, decode: DecodeSettings) -> list[str]:
 def idle_notes(config: Config, decode: DecodeSettings, models: ModelSettings) -> list[str]:
     """One note for each reason why flags given by hand have no effect."""
     relaxed = ("window_size", "entropy", "entropy_top_k", "entropy_threshold", "strict_first")
-    drafting = ("draft", "draft_tokens", "draft_lookup", "draft_device")
+    of_model = ("draft_lookup", "draft_device", "draft_quantize")
+    drafting = ("draft", "draft_tokens", *of_model)
     idle = [
         (decode.mode == "target", "in mode target", (*drafting, *relaxed)),
         (decode.mode == "exact", "in mode exact", relaxed),
         (decode.mode == "fly" and decode.entropy == "normalized", "with normalized entropy", ("entropy_top_k",)),
-        (decode.mode != "target" and models.draft == LOOKUP, "without a draft model", ("draft_lookup", "draft_device")),
+        (decode.mode != "target" and models.draft == LOOKUP, "without a draft model", of_model),
         (decode.temperature == 0, "at temperature 0", ("top_p", "top_k", "seed")),
     ]
     notes = []

@@ -87,7 +87,7 @@ def decode(
         evidence = verify(draft.ids)
         verify_seconds = watch.lap()
         verdict = judge(evidence, settings)
-        drafter.learn(draft, verdict.num_kept)
+        drafter.learn(draft, verdict)
         tokens = commit(draft.ids, verdict)
         yield Round(
             index=index,
@@ -126,11 +126,12 @@ def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Draf
     stop_ids, costs, lookup = pair.codec.stop_ids, pair.costs, settings.draft_lookup
     adaptive = settings.draft_schedule == "adaptive"
     copier = LookupDrafter(stop_ids)
+    window = None if settings.entropy_threshold is None else settings.window_size
     if pair.draft is None:
-        return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None))) if adaptive else copier
+        return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None), window)) if adaptive else copier
     inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
     model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside)
-    return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs)) if adaptive else model
+    return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs, window)) if adaptive else model
 
 
 def room_for_prompt(num_prompt_tokens: int, max_length: int | None) -> None:

@@ -15,6 +15,7 @@ from .events import Source
 from .lookup import NgramIndex
 from .sampling import Chooser
 from .schedule import Adaptive, Way
+from .verify import Verdict
 
 COPIED_TOKENS = 6  # copied tokens that the draft model checks in one forward
 
@@ -43,8 +44,8 @@ class Drafter(Protocol):
 
     def propose(self, ids: list[int], limit: int) -> Draft: ...
 
-    def learn(self, draft: Draft, num_kept: int) -> None:
-        """Hear how much of the last draft was kept."""
+    def learn(self, draft: Draft, verdict: Verdict) -> None:
+        """Hear what became of the last draft."""
 
 
 class LookupDrafter:
@@ -66,7 +67,7 @@ class LookupDrafter:
                 break
         return draft
 
-    def learn(self, draft: Draft, num_kept: int) -> None:
+    def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Nothing to learn: it always copies."""
 
 
@@ -90,10 +91,10 @@ class ModelDrafter:
     def forward_seconds(self) -> float:
         return self.model.forward_seconds
 
-    def propose(self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float]], bool] | None = None) -> Draft:
+    def propose(self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float], int], bool] | None = None) -> Draft:
         """Up to `limit` ids; copied ones alone where the draft model's context or vocabulary does not reach.
 
-        `goes_on` is asked after each forward, with the confidences so far, whether another one pays.
+        `goes_on` is asked after each forward, with the confidences so far and the limit, whether another one pays.
         """
         if why_not := self._out_of_reach(ids):
             draft = self.fallback.propose(ids, limit)
@@ -116,12 +117,12 @@ class ModelDrafter:
             if goes_on is not None:
                 certain = warped.float().softmax(dim=-1).gather(-1, chosen[:, None])[:, 0].tolist()
                 draft.confidences += certain[: len(draft.ids) - len(draft.confidences)]
-                ended = ended or not goes_on(draft.confidences)
+                ended = ended or not goes_on(draft.confidences, limit)
             if ended:
                 break
         return draft
 
-    def learn(self, draft: Draft, num_kept: int) -> None:
+    def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Nothing to learn: it always drafts."""
 
     def _extend(self, draft: Draft, copied: Sequence[int], chosen: Sequence[int]) -> bool:
@@ -165,11 +166,11 @@ class AdaptiveDrafter:
             return replace(copied, ids=copied.ids[:length], sources=copied.sources[:length])
         return Draft()
 
-    def learn(self, draft: Draft, num_kept: int) -> None:
-        """Hear how much of the last draft was kept."""
+    def learn(self, draft: Draft, verdict: Verdict) -> None:
+        """Hear what became of the last draft."""
         if not draft.ids:
             self.policy.learn_none()
         elif draft.confidences:
-            self.policy.learn_model(draft.confidences, num_kept, draft.steps)
+            self.policy.learn_model(draft.confidences, verdict, draft.steps)
         else:
-            self.policy.learn_copy(draft.match_length, len(draft.ids), num_kept)
+            self.policy.learn_copy(draft.match_length, len(draft.ids), verdict)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -23,6 +24,7 @@ from .cpu_linear import widen_linears
 from .errors import ModelError, UnsupportedModelError, out_of_memory
 from .placement import Placement, gigabytes, plan, skeleton
 from .progress import Progress, Silent
+from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .text import Codec, one_line
@@ -103,7 +105,12 @@ def assemble(
     )
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
-    models = [load_model(located, place, settings, progress) for located, place in zip(folders, places, strict=True)]
+    models = [
+        load_model(located, place, settings, progress)
+        if place.quantize == "none"
+        else load_int8(located, place, settings, progress)
+        for located, place in zip(folders, places, strict=True)
+    ]
     cached = [
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
@@ -144,6 +151,32 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
         )
     widen_linears(model)
     return model.eval()
+
+
+def load_int8(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
+    """The model with int8 weights, from what an earlier run prepared, or prepared now."""
+    file = prepared_file(located.path)
+    empty = partial(skeleton, place.name, located.path, trust_remote_code=settings.trust_remote_code)
+    progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int8)", None)
+    try:
+        if (state := read_prepared(file)) is not None:
+            with suppress(ValueError):  # of another version of the library: prepared anew
+                return fill(empty().model, state)
+    finally:
+        progress.finish()
+    state = None
+    # A quarter of the work is reading, so the placement's own dtype does not matter here.
+    wide = replace(place, dtype=torch.bfloat16, quantize="none")
+    model = load_model(located, wide, settings, progress)
+    progress.start(f"preparing int8 weights of {place.name}, once", None)
+    try:
+        state = quantized_state(model)
+        del model
+        if not keep_prepared(file, state):
+            progress.note(f"the int8 weights cannot be kept in `{file.parent}`: they are prepared again in each run")
+        return fill(empty().model, state)
+    finally:
+        progress.finish()
 
 
 def refuse_missing_weights(name: str, info: Mapping[str, Any]) -> None:

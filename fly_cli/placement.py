@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
+from .quantized import int8_works, quantized_bytes, worth_quantizing
 from .settings import ModelSettings
 from .text import one_line
 
@@ -53,6 +54,7 @@ class Placement:
     dtype: torch.dtype
     weight_bytes: int
     cache_bytes: int
+    quantize: str = "none"  # or int8
 
     def describe(self) -> dict[str, Any]:
         """The placement as JSON values."""
@@ -62,6 +64,7 @@ class Placement:
         return {
             "model": self.name,
             "dtype": str(self.dtype).removeprefix("torch."),
+            "quantize": self.quantize,
             "weight_bytes": self.weight_bytes,
             "devices": devices,  # device -> number of modules (1 when the whole model is on one)
         }
@@ -107,7 +110,7 @@ def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> t
     draft_place = None
     if draft is not None:
         device = checked_device(settings.draft_device) if settings.draft_device else roomiest(draft, free, settings)
-        draft_place = place_whole(draft, device, settings)
+        draft_place = place_draft(draft, device, settings)
         take(draft_place, device, free)
     target_place = place_target(target, free, settings)
     return target_place, draft_place
@@ -150,6 +153,27 @@ def roomiest(draft: Skeleton, free: Mapping[int | str, int], settings: ModelSett
 def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
     dtype = choose_dtype(settings.dtype, device)
     return Placement(model.name, {"": device}, dtype, model.weight_bytes(dtype), model.cache_bytes(dtype))
+
+
+def place_draft(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
+    """The draft whole on its device, with int8 weights where that is asked for or, by "auto", possible."""
+    if settings.draft_quantize == "none" or (why_not := no_int8(model, device)) and settings.draft_quantize == "auto":
+        return place_whole(model, device, settings)
+    if why_not:
+        raise SettingsError(
+            f"`{model.name}` cannot draft with int8 weights: {why_not}", hint="use `--draft-quantize none` or `auto`"
+        )
+    dtype = torch.float32  # of what lies between the layers
+    return Placement(model.name, {"": device}, dtype, quantized_bytes(model.model), model.cache_bytes(dtype), "int8")
+
+
+def no_int8(model: Skeleton, device: torch.device) -> str | None:
+    """Why the model cannot run with int8 weights there; None if it can."""
+    if device.type != "cpu":
+        return f"that is for the CPU, and the draft model goes to {device}"
+    if not worth_quantizing(model.model):
+        return "most of its weights are not in linear layers"
+    return None if int8_works() else "PyTorch's int8 kernels give no right result on this CPU"
 
 
 def take(place: Placement, device: torch.device, free: dict[int | str, int]) -> None:

@@ -17,14 +17,20 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from .events import Origin
+from .verify import Rejection, Verdict
+
 CONFIDENCE_EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
-CONFIDENCE_PRIORS = (0.2, 0.35, 0.5, 0.65, 0.75, 0.85, 0.9, 0.96)
+CONFIDENCE_PRIORS = (0.35, 0.5, 0.7, 0.75, 0.9, 0.95, 0.98, 0.998)  # to be the target's own choice; the default pair
 MATCH_EDGES = (2, 3, 4, 8)  # lengths of n-grams: 1, 2, 3, 4 to 7, 8 and more
-MATCH_PRIORS = (0.1, 0.25, 0.45, 0.6, 0.85)
+MATCH_PRIORS = (0.15, 0.4, 0.5, 0.7, 0.9)
 BEHIND_PRIOR = 0.85  # a copied token behind a kept one
-NEXT_PRIOR = 0.8  # a token that is not drafted yet
+NEXT_PRIOR = 0.85  # a token that is not drafted yet
+OPEN_PRIOR = 0.9  # a mismatch: the target was unsure, and no protected token is involved
+CLEAN_PRIOR = 0.3  # such a mismatch: everything in its window matches
 PRIOR_WEIGHT = 4.0  # trials that a prior counts for
-DECAY = 0.9  # weight of a round's result one round later
+TRIAL_DECAY = 0.98  # weight of a trial one trial later
+ROUND_DECAY = 0.9  # weight of a round one round later
 LONGEST_REST = 32  # rounds between two trials of a draft model that does not pay
 
 
@@ -92,7 +98,7 @@ class Way(StrEnum):
 
 @dataclass
 class Share:
-    """How often something was kept, on top of a prior belief."""
+    """How often something was kept, on top of a prior belief; what is long ago counts less."""
 
     prior: float
     kept: float = 0.0
@@ -103,26 +109,24 @@ class Share:
         return (self.kept + PRIOR_WEIGHT * self.prior) / (self.tried + PRIOR_WEIGHT)
 
     def add(self, kept: bool) -> None:
-        self.tried += 1
-        self.kept += kept
+        self.tried = TRIAL_DECAY * self.tried + 1
+        self.kept = TRIAL_DECAY * self.kept + kept
 
 
 @dataclass
 class Takings:
-    """Decayed sums over the rounds of one kind: committed tokens, and seconds by the cost table."""
+    """Decayed sums over rounds: committed tokens, and seconds by the cost table."""
 
-    rounds: float = 0.0
     tokens: float = 0.0
     seconds: float = 0.0
 
     def add(self, tokens: float, seconds: float) -> None:
-        self.rounds = DECAY * self.rounds + 1
-        self.tokens = DECAY * self.tokens + tokens
-        self.seconds = DECAY * self.seconds + seconds
+        self.tokens = ROUND_DECAY * self.tokens + tokens
+        self.seconds = ROUND_DECAY * self.seconds + seconds
 
-    def gain(self, rate: float) -> float:
-        """Tokens of a mean round beyond what its time is worth; without a round, anything may be hoped for."""
-        return (self.tokens - rate * self.seconds) / self.rounds if self.rounds else float("inf")
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass
@@ -130,12 +134,14 @@ class Adaptive:
     """Chooses each round's way and length for one prompt."""
 
     costs: CostTable
+    window_size: int | None = None  # W; None: no mismatch is kept
     by_confidence: list[Share] = field(default_factory=lambda: [Share(prior) for prior in CONFIDENCE_PRIORS])
     by_match: list[Share] = field(default_factory=lambda: [Share(prior) for prior in MATCH_PRIORS])
     behind: Share = field(default_factory=lambda: Share(BEHIND_PRIOR))
     next: Share = field(default_factory=lambda: Share(NEXT_PRIOR))
-    all_rounds: Takings = field(default_factory=Takings)
-    model_rounds: Takings = field(default_factory=Takings)
+    open: Share = field(default_factory=lambda: Share(OPEN_PRIOR))
+    clean: Share = field(default_factory=lambda: Share(CLEAN_PRIOR))
+    rounds: Takings = field(default_factory=Takings)
     rest: int = 0  # rounds for which the draft model is left alone
     longer_rest: int = 2
 
@@ -147,22 +153,28 @@ class Adaptive:
     @property
     def rate(self) -> float:
         """What a second is worth in tokens: what this prompt reaches, and at least plain decoding."""
-        reached = self.all_rounds.tokens / self.all_rounds.seconds if self.all_rounds.seconds else 0.0
-        return max(self.plain_rate, reached)
+        return max(self.plain_rate, self.rounds.rate)
 
     def choose(self, limit: int, match_length: int, num_copied: int) -> tuple[Way, int]:
-        """The way that gains most, and its length. `match_length` is that of the n-gram before the copied tokens."""
+        """The way that gains most, and its length. `match_length` is that of the n-gram before the copied tokens.
+
+        The draft model is taken up to `limit`: `goes_on` ends it.
+        """
         if limit <= 0:
             return Way.NONE, 0
-        ways = {(Way.NONE, 0): 1 - self.rate * self.costs.verify_seconds(0)}
+        ways = {(Way.NONE, 0): self._gain(1.0, self.costs.verify_seconds(0))}
         if num_copied:
             length, gain = self._best_copy(match_length, min(limit, num_copied))
             ways[Way.COPY, length] = gain
         if self.costs.draft is not None and self.rest <= 1:
             # The last round of a rest is a trial.
-            ways[Way.MODEL, limit] = float("inf") if self.rest == 1 else self.model_rounds.gain(self.rate)
+            ways[Way.MODEL, limit] = float("inf") if self.rest == 1 else self._best_model(limit, self.rate)
         self.rest = max(0, self.rest - 1)
         return max(ways, key=lambda way: ways[way])
+
+    def _gain(self, tokens: float, seconds: float) -> float:
+        """What a round brings beyond what its time is worth."""
+        return tokens - self.rate * seconds
 
     def _best_copy(self, match_length: int, most: int) -> tuple[int, float]:
         """How many of the copied tokens to send, and the gain."""
@@ -170,40 +182,67 @@ class Adaptive:
         gains = {}
         for n in range(1, most + 1):
             tokens += chance
-            gains[n] = tokens - self.rate * self.costs.verify_seconds(n)
+            gains[n] = self._gain(tokens, self.costs.verify_seconds(n))
             chance *= self.behind.value
         best = max(gains, key=lambda n: gains[n])
         return best, gains[best]
 
-    def goes_on(self, confidences: Sequence[float]) -> bool:
-        """Whether one more token is worth drafting behind tokens of which the drafter was so sure."""
-        chance = self.next.value
-        for confidence in confidences:
-            chance *= self._confidence(confidence).value
+    def _best_model(self, limit: int, rate: float) -> float:
+        """What the draft model gains at the best fixed length; stopping at doubts it gains more."""
+        chance, tokens, best = 1.0, 1.0, float("-inf")
+        for n in range(1, limit + 1):
+            chance *= self.next.value
+            tokens += chance
+            best = max(best, tokens - rate * (n * self.costs.step_seconds() + self.costs.verify_seconds(n)))
+        return best
+
+    def goes_on(self, confidences: Sequence[float], limit: int) -> bool:
+        """Whether one more token is worth drafting, in a draft of at most `limit`, behind tokens of such confidence."""
         n = len(confidences)
+        if n >= limit:
+            return False
+        chance = self.next.value
+        for j, confidence in enumerate(confidences):
+            chance *= self.chance_of(confidence, limit - 1 - j)
         seconds = self.costs.step_seconds() + self.costs.verify_seconds(n + 1) - self.costs.verify_seconds(n)
         return chance > self.rate * seconds
 
+    def chance_of(self, confidence: float, num_behind: int) -> float:
+        """How likely a token of the draft model is kept: as the target's own choice, or deferred if a window fits."""
+        exact = self._confidence(confidence).value
+        if self.window_size is None or num_behind < self.window_size:
+            return exact
+        return exact + (1 - exact) * self.open.value * self.clean.value
+
     def learn_none(self) -> None:
         """Take in a round without a draft."""
-        self.all_rounds.add(1, self.costs.verify_seconds(0))
+        self.rounds.add(1, self.costs.verify_seconds(0))
 
-    def learn_copy(self, match_length: int, drafted: int, kept: int) -> None:
-        """Take in a round of copied tokens, `kept` of `drafted`."""
+    def learn_copy(self, match_length: int, drafted: int, verdict: Verdict) -> None:
+        """Take in a round of copied tokens."""
+        kept = verdict.num_kept
         self._match(match_length).add(kept > 0)
         for j in range(1, min(drafted, kept + 1)):
             self.behind.add(j < kept)
-        self.all_rounds.add(kept + 1, self.costs.verify_seconds(drafted))
+        self.rounds.add(kept + 1, self.costs.verify_seconds(drafted))
 
-    def learn_model(self, confidences: Sequence[float], kept: int, steps: Sequence[int]) -> None:
+    def learn_model(self, confidences: Sequence[float], verdict: Verdict, steps: Sequence[int]) -> None:
         """Take in a round of the draft model; `steps` are the rows of its forwards."""
+        kept = verdict.num_kept
         for j, confidence in enumerate(confidences[: kept + 1]):
-            self._confidence(confidence).add(j < kept)
+            self._confidence(confidence).add(j < kept and verdict.origins[j] is Origin.EXACT)
             self.next.add(j < kept)
+        for _ in range(verdict.origins.count(Origin.DEFERRED)):
+            self.open.add(True)
+            self.clean.add(True)
+        if verdict.rejection is not None:
+            unclean = verdict.rejection is Rejection.SECOND_MISMATCH
+            self.open.add(unclean or verdict.rejection is Rejection.NO_WINDOW)
+            if unclean:
+                self.clean.add(False)
         seconds = self.costs.verify_seconds(len(confidences)) + sum(map(self.costs.step_seconds, steps))
-        self.all_rounds.add(kept + 1, seconds)
-        self.model_rounds.add(kept + 1, seconds)
-        if self.model_rounds.gain(self.plain_rate) < 0:
+        self.rounds.add(kept + 1, seconds)
+        if self._best_model(len(confidences), self.plain_rate) < 0:  # what plain decoding gains
             self.rest, self.longer_rest = self.longer_rest, min(2 * self.longer_rest, LONGEST_REST)
         else:
             self.longer_rest = 2

@@ -17,7 +17,7 @@ from ..catalog import load_catalog
 from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
 from ..errors import UsageError, out_of_memory
 from ..graphemes import visible_line
-from ..settings import DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
+from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
 from .process import is_same_file
 
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -105,6 +105,16 @@ DeviceMap = Annotated[
 DraftDevice = Annotated[
     str | None,
     option("--draft-device", panel=MODELS, default="planned with the target", help="Device of the draft model."),
+]
+DraftQuantize = Annotated[
+    str | None,
+    option(
+        "--draft-quantize",
+        panel=MODELS,
+        completions=lambda: DRAFT_QUANTIZATIONS,
+        default=shown("draft_quantize"),
+        help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: int8 on a CPU.",
+    ),
 ]
 MaxMemory = Annotated[
     list[str] | None,

@@ -1,0 +1,190 @@
+"""A draft model on the CPU with int8 weights, prepared once and kept in the cache.
+
+A single step moves every weight once, so half the bytes are twice the steps; and what the draft model computes cannot
+change what the target accepts. Weights have a scale for each output channel, inputs are quantised to 8 bits row by row
+while running, and everything between the linear layers is fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from .storage import HEADROOM_BYTES, default_cache_dir
+
+LEAST_SHARE = 0.8  # of the weights outside the embeddings that must be in linear layers for int8 to pay
+LARGEST_ERROR = 0.05  # of the self-test's result, relative; 8-bit rounding makes 0.01
+FORMAT = "int8-1"
+WEIGHT, SCALE = ".int8", ".scale"  # what a layer's tensors are called in the file
+
+
+class Int8Linear(nn.Module):
+    """A linear layer with int8 weights [out, in], a scale for each output [out] and an fp32 bias [out] or None.
+
+    PyTorch's kernel has one scale for all of its input. The first token of a text has activations a thousand times
+    larger than the others, and in a block with it theirs would all round to zero: so rows are brought to one size first.
+    """
+
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None):
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # quantised tensors are deprecated, their kernels are not
+            zeros = torch.zeros(len(scale), dtype=torch.long)
+            quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
+            self.packed = torch.ops.quantized.linear_prepack(quantized, None)
+        self.bias = None if bias is None else nn.Parameter(bias.float(), requires_grad=False)
+        # Without VNNI instructions products are summed in 16 bits, and inputs of 8 bits overflow them.
+        self.reduce_range = not torch.cpu._is_vnni_supported()
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] fp32 -> [..., out] fp32."""
+        size = None
+        if input.numel() != input.shape[-1]:
+            size = input.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-12)
+            input = input / size
+        output: Tensor = torch.ops.quantized.linear_dynamic(input, self.packed, self.reduce_range)
+        if size is not None:
+            output = output * size
+        return output if self.bias is None else output + self.bias
+
+
+class WideningEmbedding(nn.Embedding):
+    """A 16-bit embedding whose rows come out in fp32."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[...] ids -> [..., width] fp32."""
+        return super().forward(input).float()
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[out, in] -> int8 [out, in] and fp32 scales [out], each row's largest entry at 127."""
+    result = torch.empty(weight.shape, dtype=torch.int8)
+    scale = torch.empty(weight.shape[0])
+    for start in range(0, weight.shape[0], 256):  # pieces that stay in the processor's cache
+        rows = weight[start : start + 256].float()
+        scale[start : start + 256] = row_scale = rows.abs().amax(dim=1).clamp_(min=1e-12) / 127
+        result[start : start + 256] = (rows / row_scale[:, None]).round_()
+    return result, scale
+
+
+def linear_names(model: nn.Module) -> Iterator[str]:
+    """The layers that are quantised."""
+    return (name for name, module in model.named_modules() if type(module) is nn.Linear)
+
+
+def worth_quantizing(model: nn.Module) -> bool:
+    """Whether most of the weights are in linear layers (not so where experts or convolutions hold them)."""
+    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))  # type: ignore[union-attr, operator]
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in embeddings)
+    return linear >= LEAST_SHARE * rest > 0
+
+
+def quantized_bytes(model: nn.Module) -> int:
+    """What the model's int8 form takes."""
+    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))  # type: ignore[union-attr, operator]
+    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
+    return linear + 2 * embeddings
+
+
+@cache
+def int8_works() -> bool:
+    """Whether this build of PyTorch has right int8 kernels for this CPU: tried on a small layer, at one row and more."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator)
+    try:
+        layer = Int8Linear(*quantize_weight(weight), None)
+        for rows in (1, 7):
+            input = torch.randn(rows, 64, generator=generator)
+            right = input @ weight.T
+            if (layer(input) - right).norm() > LARGEST_ERROR * right.norm():
+                return False
+    except (RuntimeError, AttributeError, NotImplementedError):
+        return False
+    return True
+
+
+def quantized_state(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of the model's int8 form by name, from a loaded model."""
+    linear = set(linear_names(model))
+    state = {}
+    for name, tensor in model.state_dict().items():
+        layer, _, part = name.rpartition(".")
+        if layer in linear and part == "weight":
+            state[layer + WEIGHT], state[layer + SCALE] = quantize_weight(tensor)
+        else:
+            state[name] = tensor.contiguous().clone()  # tied tensors would share memory in the file
+    return state
+
+
+def fill(skeleton: Any, state: dict[str, Tensor]) -> Any:
+    """The int8 model: `skeleton` (its parameters on the meta device) with its linear layers replaced, and all filled.
+
+    Raises `ValueError` when the tensors are not this model's.
+    """
+    state = dict(state)
+    for name in list(linear_names(skeleton)):
+        try:
+            weight, scale = state.pop(name + WEIGHT), state.pop(name + SCALE)
+        except KeyError as error:
+            raise ValueError(f"no weights for {name}") from error
+        skeleton.set_submodule(name, Int8Linear(weight, scale, state.pop(f"{name}.bias", None)))
+    for name, module in skeleton.named_modules():
+        if type(module) is nn.Embedding:
+            module.__class__ = WideningEmbedding
+    narrow = {f"{name}.weight" for name, module in skeleton.named_modules() if type(module) is WideningEmbedding}
+    wide = {name: t if name in narrow or not t.is_floating_point() else t.float() for name, t in state.items()}
+    missing, unknown = skeleton.load_state_dict(wide, strict=False, assign=True)
+    if unknown or any(not name.endswith(".bias") for name in missing) or still_empty(skeleton):
+        raise ValueError(f"the tensors do not fit the model: {[*unknown, *missing, *still_empty(skeleton)][:3]}")
+    return skeleton.requires_grad_(False).eval()
+
+
+def still_empty(model: nn.Module) -> list[str]:
+    return [name for name, parameter in model.named_parameters() if parameter.device.type == "meta"]
+
+
+def prepared_file(folder: Path, cache_dir: Path | None = None) -> Path:
+    """Where the int8 form of a model folder is kept: a name for its path, and the sizes and times of its weights."""
+    files = sorted(folder.glob("*.safetensors"))
+    key = json.dumps([FORMAT, str(folder.resolve()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]])
+    name = f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.safetensors"
+    return (cache_dir or default_cache_dir()) / "int8" / name
+
+
+def read_prepared(file: Path) -> dict[str, Tensor] | None:
+    """The tensors of an earlier run; None where there are none that can be read."""
+    try:
+        return load_file(file)
+    except Exception:  # not there, or cut short: it is made again
+        return None
+
+
+def keep_prepared(file: Path, state: dict[str, Tensor]) -> bool:
+    """Put the tensors on disk, whole or not at all. False where they cannot be kept."""
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        disk = os.statvfs(file.parent) if hasattr(os, "statvfs") else None
+        needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + HEADROOM_BYTES
+        if disk is not None and disk.f_bavail * disk.f_frsize < needed:
+            return False
+        save_file(state, scratch, metadata={"format": FORMAT})
+        scratch.replace(file)
+    except Exception:
+        scratch.unlink(missing_ok=True)
+        return False
+    except BaseException:  # Ctrl-C
+        scratch.unlink(missing_ok=True)
+        raise
+    return True
