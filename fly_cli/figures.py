@@ -4,7 +4,7 @@ Counting rules, where tools differ:
 
 - Speed is *micro*: all tokens over all seconds, so long answers weigh more. *Macro* is the plain mean of each
   prompt's own ratio. A prompt's turns and repeats are added up first.
-- Decode speed leaves out the prefill and its token, on both sides; end-to-end speed has both.
+- Decode speed leaves out the prefill and the tokens that came with it, on both sides; end-to-end speed has both.
 - A ratio of two arms is *paired*: it is taken over the (prompt, repeat, turn)s that both arms answered.
 - Mean acceptance length is micro: tokens after the first over target forwards, the bonus token included.
 - Acceptance at position j is the share of the rounds that drafted a token there which kept it.
@@ -66,7 +66,7 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
         "ttft_s": middle(ok, "ttft_s"),
         "tpot_ms": middle(ok, "tpot_ms"),
         "mean_acceptance_length": ratio(
-            sum(row["num_new_tokens"] - 1 for row in drafting), sum(row["num_spec_steps"] for row in drafting)
+            sum(map(after_first, drafting)), sum(row["num_spec_steps"] for row in drafting)
         ),
         "draft_acceptance_rate": ratio(total(ok, "num_accepted_draft_tokens") or 0, total(ok, "num_draft_tokens") or 0),
         "acceptance_by_position": list(acceptance_by_position(*map(numbered, (lengths, kept)))),
@@ -115,10 +115,16 @@ def numbered(histogram: Mapping[str, int]) -> dict[int, int]:
     return {int(length): rounds for length, rounds in histogram.items()}
 
 
+def after_first(row: Row) -> int:
+    """Tokens that did not come with the prefill."""
+    found: int = row["num_new_tokens"] - row["num_first_tokens"]
+    return found
+
+
 def decoding(row: Row) -> tuple[float, float] | None:
-    """Tokens after the first, and the seconds that they took."""
-    tokens, seconds = row.get("num_new_tokens"), row.get("decode_s")
-    return None if tokens is None or seconds is None else (max(0, tokens - 1), seconds)
+    """Tokens after the first tokens, and the seconds that they took."""
+    seconds = row.get("decode_s")
+    return None if row.get("num_new_tokens") is None or seconds is None else (after_first(row), seconds)
 
 
 def whole_run(row: Row) -> tuple[float, float] | None:

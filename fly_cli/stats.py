@@ -12,6 +12,8 @@ Counting rules (names follow the field; a figure without a meaning is None, neve
 - A *round* is one verify step. The prefill token is no round, and is not in `mean_acceptance_length`.
 - Time to first token is the whole prefill. *Decode* time is the rest of the run, on the wall clock, whatever else
   happened in it (drawing included): draft + verify + other = decode.
+- Decode speed counts the tokens behind the *first tokens*, those that came with the prefill. Here that is one. Others
+  draft before their first forward, so that several tokens come with it: none of these is a token of decode time.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Summary:
     finish_reason: FinishReason | None  # None: the run was interrupted
     num_prompt_tokens: int
     num_new_tokens: int
+    num_first_tokens: int  # of these, what came with the prefill
     num_spec_steps: int  # rounds
     num_draft_tokens: int
     num_accepted_draft_tokens: int  # exact + deferred
@@ -44,8 +47,8 @@ class Summary:
     acceptance_by_position: tuple[float, ...]  # [n] of the rounds that drafted position j, the share that kept it
     origins: Mapping[Origin, int]  # every origin, those with 0 tokens too
     ttft_s: float | None  # start of the run to the first token
-    tpot_ms: float | None  # decode time per token after the first
-    decode_tps: float | None  # tokens after the first per second of decode time
+    tpot_ms: float | None  # decode time per token after the first tokens
+    decode_tps: float | None  # tokens after the first tokens per second of decode time
     end_to_end_tps: float | None  # all new tokens per second of the whole run
     decode_s: float
     draft_s: float  # inside the drafter
@@ -121,6 +124,7 @@ class Tally:
             finish_reason=self._finished.reason if self._finished else None,
             num_prompt_tokens=len(self._started.prompt_ids) if self._started else 0,
             num_new_tokens=new_tokens,
+            num_first_tokens=new_tokens - after_first,
             num_spec_steps=rounds,
             num_draft_tokens=drafted,
             num_accepted_draft_tokens=accepted,

@@ -32,6 +32,7 @@ def make_row(prompt_id, arm, *, tokens=11, decode_s=10.0, **fields):
         "error": None,
         "num_prompt_tokens": 5,
         "num_new_tokens": tokens,
+        "num_first_tokens": 1,
         "num_spec_steps": tokens - 1,
         "num_draft_tokens": 0,
         "num_accepted_draft_tokens": 0,
@@ -124,6 +125,14 @@ def test_speeds_are_all_tokens_over_all_seconds_without_and_with_the_prefill():
     assert fly["decode_tps"] == 30 / 10
     assert target["end_to_end_tps"] == 32 / 24  # 1 + 3 s of prefill
     assert fly["end_to_end_tps"] == 32 / 12
+
+
+def test_tokens_that_came_with_the_prefill_are_not_decoded_ones():
+    """A decoder that drafts before its first forward is not faster for the tokens that this forward gives."""
+    rows = [make_row("a", "target"), make_row("a", "hf-assisted", num_first_tokens=6, decode_s=5.0)]
+    hf = overall(rows, "hf-assisted")
+    assert hf["decode_tps"] == 5 / 5 and hf["speedup_vs_target"]["value"] == 1
+    assert hf["end_to_end_tps"] == 11 / 6
 
 
 def test_counts_times_and_memory_are_added_up_or_the_middle_or_the_most():

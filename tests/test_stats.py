@@ -57,7 +57,7 @@ def test_speed_counts_tokens_and_leaves_prefill_out() -> None:
     # Prefill takes 2 s, then 10 rounds of 0.1 s commit 5 tokens each; the first tokens show no text.
     block = Block("====", draft_seconds=0.06, verify_seconds=0.04, other_seconds=0.0)
     summary = summarize(run(*[block] * 10, first="", prefill_seconds=2.0))
-    assert summary.num_new_tokens == 51
+    assert (summary.num_new_tokens, summary.num_first_tokens) == (51, 1)
     assert summary.ttft_s == 2.0
     assert summary.decode_s == pytest.approx(1.0)
     assert summary.decode_tps == pytest.approx(50.0)
