@@ -22,7 +22,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from .answer import Answer
 from .bench_rows import Answered
 from .decode import room_for_prompt
-from .errors import UsageError
+from .errors import DecodeError, UsageError
 from .events import Origin
 from .models import Pair, quiet_libraries
 from .prompts import Prompt
@@ -35,8 +35,9 @@ LOOKUP_TOKENS = 10  # transformers has no default of its own; its documentation 
 class Watch(StoppingCriteria):  # type: ignore[misc]
     """Hands every new token to the answer, notes when the first ones came, and ends the run where the answer ends."""
 
-    def __init__(self, answer: Answer, num_prompt_tokens: int) -> None:
+    def __init__(self, answer: Answer, num_prompt_tokens: int, vocab_size: int) -> None:
         self.answer = answer
+        self.vocab_size = vocab_size
         self.ids: list[int] = []
         self.first_at: float | None = None
         self.num_first_tokens = 0
@@ -46,6 +47,11 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
         new = input_ids[0, self._seen :].tolist()  # waits for the device, so the clock read next is true
         now = perf_counter()
         self._seen += len(new)
+        if (highest := max(new, default=0)) >= self.vocab_size:
+            raise DecodeError(
+                f"transformers chose id {highest}, a padded row of the model that the tokenizer has no token for",
+                hint="compare without the `hf` arms; the others never choose such rows",
+            )
         if not self.answer.finished:  # a block may go on behind a stop string
             self.ids += [token.id for token in self.answer.add(new, [Origin.TARGET] * len(new))]
         if self.first_at is None:
@@ -56,14 +62,16 @@ class Watch(StoppingCriteria):  # type: ignore[misc]
 def answer_with(kind: str, pair: Pair, prompt: Prompt, settings: DecodeSettings) -> Answered:
     """What transformers' `generate` makes of the prompt, in the way `kind`.
 
-    Raises `PromptError` as our own arms do.
+    Raises `PromptError` as our own arms do, and `DecodeError` where a row of the model was chosen that pads its table
+    and stands for no token. Our own arms cut such rows off. Here that would change what is measured, and trained
+    models do not choose them.
     """
     began = perf_counter()
     model, max_length = pair.target.model, pair.target.max_length
     ids = pair.codec.encode(prompt).ids
     room_for_prompt(len(ids), max_length)
     answer = Answer(pair.codec, ids, settings, max_length)
-    watch = Watch(answer, len(ids))
+    watch = Watch(answer, len(ids), pair.codec.vocab_size)
     extra, models = extras(kind, pair)
     inputs = torch.tensor([ids], dtype=torch.long, device=input_device(model))
     with quiet_libraries(), plain_configs(models):

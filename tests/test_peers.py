@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from fly_cli import peers
 from fly_cli.bench import answer
-from fly_cli.errors import PromptError, UsageError
+from fly_cli.errors import DecodeError, PromptError, UsageError
 from fly_cli.peers import answer_with
 from fly_cli.prompts import Prompt
 from fly_cli.settings import DecodeSettings
@@ -147,6 +147,18 @@ def test_a_block_that_comes_with_the_prefill_is_in_no_decode_speed(pair, monkeyp
 def test_first_tokens_are_those_of_the_first_forward(pair, kind):
     figures = answer_with(kind, pair, asked("a b a b a b a b a"), settings()).figures
     assert (figures["num_first_tokens"] == 1) if kind == "hf" else (1 <= figures["num_first_tokens"] < 24)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_chooses_a_padded_row_fails_with_the_reason_where_our_arms_go_on(kind):
+    target = tiny_llama(0, vocab_size=VOCAB + 16)
+    with torch.no_grad():  # the padded row is the twin of what would be chosen next, and stronger
+        first = answer(pair_of(target), asked(), "target", settings()).ids[3]
+        target.lm_head.weight[VOCAB + 5] = 2 * target.lm_head.weight[first]
+    pair = pair_of(target, noisy_copy(target, 1), raw_codec(vocab_rows=VOCAB + 16))
+    assert len(answer(pair, asked(), "target", settings()).ids) == 24
+    with pytest.raises(DecodeError, match=f"transformers chose id {VOCAB + 5}, a padded row"):
+        answer_with(kind, pair, asked(), settings())
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_forward():
