@@ -14,7 +14,7 @@ from typing import Any
 from .bench_rows import Key, to_json
 from .config import convert, did_you_mean, parse
 from .errors import PromptError, SettingsError, UsageError
-from .prompts import JSONL_SUFFIXES, Prompt, Rows, gather, read_jsonl
+from .prompts import JSONL_SUFFIXES, Prompt, Rows, read_jsonl, read_text
 from .settings import DecodeSettings
 
 OWN_ARMS = {  # name -> the mode it decodes in
@@ -187,12 +187,15 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_rows(file: Path, content: bytes, *, skip_invalid: bool, raw: bool) -> Rows:
-    """The rows of a JSON lines file, or a text file as one prompt."""
-    if file == STDIN or file.suffix.lower() in JSONL_SUFFIXES:
+    """The rows of JSON lines, or a text file as one prompt. A pipe has no name that could tell: it holds rows.
+
+    Nothing is read again: a pipe can be read only once.
+    """
+    if file == STDIN or file.suffix.lower() in JSONL_SUFFIXES or not file.is_file():
         name = "standard input" if file == STDIN else str(file)
         return read_jsonl(content, name, skip_invalid=skip_invalid)
-    gathered = gather([], [file], raw=raw)
-    return Rows(gathered.prompts, (), gathered.notes)
+    text = read_text(content, file, raw=raw)
+    return Rows(text.prompts, (), text.notes)
 
 
 def sample_evenly(prompts: Sequence[Prompt], count: int, chance: random.Random) -> list[Prompt]:

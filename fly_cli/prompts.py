@@ -135,6 +135,14 @@ def gather(
     return Gathered(tuple(prompts), (*notes, *_turn_notes(prompts)))
 
 
+def read_text(data: bytes, file: Path, *, raw: bool = False) -> Gathered:
+    """The bytes of a text file as one prompt. Raises `PromptError` for an empty one."""
+    notes: list[str] = []
+    prompts = [Prompt(file.name, text=_read_text(data, str(file), notes, raw=raw))]
+    _check(prompts, raw=raw)
+    return Gathered(tuple(prompts), tuple(notes))
+
+
 def read_jsonl(source: Path | str | bytes, name: str, *, skip_invalid: bool = False) -> Rows:
     """The prompts of a JSON lines file (a path, or its bytes); `name` is what messages call it.
 

@@ -179,6 +179,33 @@ def test_rows_may_come_from_standard_input(fly: Fly, tmp_path: Path) -> None:
     refused(fly("bench", "-", *QUICK), "no prompts in `standard input`")
 
 
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")
+@pytest.mark.parametrize(
+    ("names", "piped"),
+    [("- /dev/stdin", True), ("- /dev/stdin", False), ("- -", True), ("/dev/stdin /dev/stdin", True), ("p.jsonl -", 0)],
+)
+def test_standard_input_named_twice_is_refused(tmp_path: Path, names: str, piped: bool) -> None:
+    prompts_in(tmp_path / "p.jsonl", 1)
+    refused(fly_in_shell(tmp_path, f"bench {names} -q", piped=piped), "` are the same input")
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")
+@pytest.mark.parametrize("piped", [True, False])
+def test_standard_input_holds_rows_under_its_other_name_too(tmp_path: Path, piped: bool) -> None:
+    prompts_in(tmp_path / "p.jsonl", 3)
+    done = fly_in_shell(tmp_path, "bench /dev/stdin -q --json -n 2 --arms target --warmup 0", piped=piped)
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["header"]["prompts"]["count"] == 3
+
+
+def fly_in_shell(folder: Path, arguments: str, *, piped: bool) -> Outcome:
+    """`fly` with p.jsonl on standard input, through a pipe or as a file."""
+    command = f'"{sys.executable}" "{HELPERS}" {arguments}'
+    command = f"cat p.jsonl | {command}" if piped else f"{command} <p.jsonl"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=folder)
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
 def test_every_option_that_shapes_an_answer_of_generate_is_there() -> None:
     generate, bench = (
         {name for parameter in load_command(command).params for name in parameter.opts}

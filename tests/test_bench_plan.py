@@ -1,7 +1,9 @@
 """What is compared, on which prompts: all that is settled before a model loads."""
 
 import json
+import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,24 @@ def test_the_same_prompts_have_the_same_hash_wherever_they_are_and_others_do_not
     assert first.as_json() == second.as_json()
     rows[1]["reference"] = "2"
     assert choose_prompts([write(tmp_path / "p.jsonl", *rows)]).as_json()["sha256"] != first.as_json()["sha256"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_holds_rows_and_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_text, args=('{"prompt": "x"}\n{"prompt": "y"}\n',)).start()
+    assert [prompt.text for prompt in choose_prompts([pipe]).prompts] == ["x", "y"]
+
+
+def test_a_text_file_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "poem.txt"
+    path.write_bytes(b"\xef\xbb\xbfa \xffpoem\n")
+    reads = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: reads.append(self) or real(self))
+    chosen = choose_prompts([path])
+    assert chosen.prompts[0].text == "a \ufffdpoem" and "not valid UTF-8" in chosen.notes[0] and reads == [path]
 
 
 def test_a_bad_row_stops_everything_or_is_listed(tmp_path):

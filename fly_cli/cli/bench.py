@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ..bench_plan import ARMS, DEFAULT_ARMS, Chosen, Plan, choose_arms, choose_prompts
+from ..bench_plan import ARMS, DEFAULT_ARMS, STDIN, Chosen, Plan, choose_arms, choose_prompts
 from ..catalog import load_catalog
 from ..config import resolve
 from ..errors import UsageError
@@ -24,6 +25,7 @@ from ..score import problem
 from ..settings import DecodeSettings, check_range
 from . import common
 from .bench_job import Job, choose_models, show_comparison
+from .process import is_same_file
 from .talk import Talk
 
 BENCH = "Bench"
@@ -36,7 +38,7 @@ def bench(
         list[Path] | None,
         typer.Argument(
             metavar="PROMPTS",
-            help="Files of prompts: .jsonl rows or plain text; - is rows on standard input.",
+            help="Files of prompts: .jsonl rows or plain text; - (or a pipe) is rows on standard input.",
             show_default=False,
         ),
     ] = None,
@@ -167,10 +169,11 @@ def bench(
         raise UsageError("several processes need a folder to meet in", hint="name it with `--out DIR`")
     if not prompts:
         raise UsageError("no prompts", hint="name files: `fly bench prompts.jsonl`")
+    files = with_stdin_once(prompts)
     own_seed = settings.decode.seed or 0
     talk = Talk(replace(settings.output, quiet=settings.output.quiet or not processes.first))
     chosen = choose_prompts(
-        prompts,
+        files,
         limit=limit,
         sample=sample,
         seed=own_seed,
@@ -194,6 +197,14 @@ def bench(
             talk=talk,
         )
         job.run(catalog, as_json=as_json, keep=out is not None, plots=plots)
+
+
+def with_stdin_once(files: Sequence[Path]) -> list[Path]:
+    """The files, with `-` for standard input under other names. Raises `UsageError` where it is named twice."""
+    named = [file for file in files if file == STDIN or is_same_file(file, sys.stdin)]
+    if len(named) > 1:
+        raise UsageError(f"`{named[0]}` and `{named[1]}` are the same input", hint="drop one of them")
+    return [STDIN if file in named and not file.suffix else file for file in files]
 
 
 def tell_skipped(chosen: Chosen, talk: Talk) -> None:
