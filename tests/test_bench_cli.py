@@ -99,6 +99,14 @@ def test_a_folder_keeps_rows_summary_report_and_all_that_they_depend_on(fly: Fly
     assert [row["prompt_id"] for row in rows_in(out)] == [f"p{n}" for n in range(4) for _ in range(3)]
 
 
+def test_each_file_may_have_a_count_of_its_own_and_resume_wants_the_same(fly: Fly, tmp_path: Path) -> None:
+    files = [prompts_in(tmp_path / f"{name}.jsonl", 5) for name in "ab"]
+    asked = ["bench", *files, *QUICK, "--arms", "target", "--out", str(tmp_path / "out"), "--limit"]
+    assert fly(*asked, "1", "--limit", "3").code == 0
+    assert len(rows_in(tmp_path / "out")) == 4
+    refused(fly(*asked, "3", "--limit", "1", "--resume"), "prompts.limits [1, 3], now [3, 1]")
+
+
 def test_without_a_folder_nothing_is_left_behind(fly: Fly, file: str, monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -146,6 +154,8 @@ def test_two_results_are_compared_without_models(fly: Fly, file: str, tmp_path: 
         (["FILE", "--plots"], ["`--plots` needs a folder"]),
         (["FILE", "--repeat", "0"], ["`repeat` is 0"]),
         (["FILE", "--limit", "0"], ["`limit` is 0"]),
+        (["FILE", "FILE", "--sample", "2", "--sample", "0"], ["`sample` is 0"]),
+        (["FILE", "--sample", "2", "--sample", "2"], ["`--sample` is given 2 times, and the number of files is 1"]),
         (["FILE", "--arms", "hf-assisted", "--draft", "lookup"], ["`hf-assisted` needs a draft model"]),
         (["FILE", "--arms", "hf", "--temperature", "1"], ["greedy"]),
         (["--compare", "x", "y"], ["`x` holds no results"]),

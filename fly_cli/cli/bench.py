@@ -47,15 +47,23 @@ def bench(
         common.option("--arms", panel=BENCH, default=DEFAULT_ARMS, help=f"What to compare: {', '.join(ARMS)}."),
     ] = DEFAULT_ARMS,
     limit: Annotated[
-        int | None, common.option("--limit", panel=BENCH, default="all", help="Take the first prompts of each file.")
+        list[int] | None,
+        common.option(
+            "--limit",
+            panel=BENCH,
+            metavar="<int>",
+            default="all",
+            help="Take so many first prompts of each file. Repeated: one count for each file, in their order.",
+        ),
     ] = None,
     sample: Annotated[
-        int | None,
+        list[int] | None,
         common.option(
             "--sample",
             panel=BENCH,
+            metavar="<int>",
             default="all",
-            help="Draw so many prompts of each file at random, evenly over its subtasks.",
+            help="Draw so many prompts of each file at random, evenly over its subtasks. Repeated: one count for each.",
         ),
     ] = None,
     seed: Annotated[
@@ -148,14 +156,8 @@ def bench(
     if compare is not None:
         show_comparison(*compare, as_json=as_json)
         return
-    for name, value, least in (
-        ("limit", limit, 1),
-        ("sample", sample, 1),
-        ("repeat", repeat, 1),
-        ("warmup", warmup, 0),
-    ):
-        if value is not None:
-            check_range(name, value, least)
+    check_range("repeat", repeat, 1)
+    check_range("warmup", warmup, 0)
     if plots and find_spec("matplotlib") is None:
         raise UsageError("`--plots` needs matplotlib", hint="pip install 'fly-decode[plots]'")
     for flag, given in (("--resume", resume), ("--plots", plots)):
@@ -174,8 +176,8 @@ def bench(
     talk = Talk(replace(settings.output, quiet=settings.output.quiet or not processes.first))
     chosen = choose_prompts(
         files,
-        limit=limit,
-        sample=sample,
+        limit=limit or (),
+        sample=sample or (),
         seed=own_seed,
         skip_invalid=skip_invalid,
         raw=settings.text.raw,
