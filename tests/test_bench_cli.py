@@ -153,6 +153,8 @@ def test_two_results_are_compared_without_models(fly: Fly, file: str, tmp_path: 
         (["FILE", "--resume"], ["`--resume` needs a folder", "--out DIR"]),
         (["FILE", "--plots"], ["`--plots` needs a folder"]),
         (["FILE", "--repeat", "0"], ["`repeat` is 0"]),
+        (["FILE", "--repeat", "99999999999"], ["`repeat` is 99999999999", "at most 1000"]),
+        (["FILE", "--warmup", "99999999999"], ["`warmup` is 99999999999", "at most 1000"]),
         (["FILE", "--limit", "0"], ["`limit` is 0"]),
         (["FILE", "FILE", "--sample", "2", "--sample", "0"], ["`sample` is 0"]),
         (["FILE", "--sample", "2", "--sample", "2"], ["`--sample` is given 2 times, and the number of files is 1"]),

@@ -30,6 +30,7 @@ from .talk import Talk
 
 BENCH = "Bench"
 SKIPPED_SHOWN = 20  # lines
+MOST_RUNS = 1000  # of everything: more is a slip of the finger, and a plan that fills the memory
 
 
 def bench(
@@ -156,8 +157,8 @@ def bench(
     if compare is not None:
         show_comparison(*compare, as_json=as_json)
         return
-    check_range("repeat", repeat, 1)
-    check_range("warmup", warmup, 0)
+    check_range("repeat", repeat, 1, MOST_RUNS)
+    check_range("warmup", warmup, 0, MOST_RUNS)
     if plots and find_spec("matplotlib") is None:
         raise UsageError("`--plots` needs matplotlib", hint="pip install 'fly-decode[plots]'")
     for flag, given in (("--resume", resume), ("--plots", plots)):
