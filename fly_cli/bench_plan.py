@@ -14,8 +14,8 @@ from typing import Any
 from .bench_rows import Key, to_json
 from .config import convert, did_you_mean, parse
 from .errors import PromptError, SettingsError, UsageError
-from .prompts import JSONL_SUFFIXES, Prompt, Rows, gather, read_jsonl
-from .settings import DecodeSettings
+from .prompts import JSONL_SUFFIXES, Prompt, Rows, read_jsonl, read_text
+from .settings import DecodeSettings, check_range
 
 OWN_ARMS = {  # name -> the mode it decodes in
     "target": "target",
@@ -125,6 +125,8 @@ class Chosen:
     prompts: tuple[Prompt, ...]
     files: tuple[dict[str, str], ...]  # name and sha256 of each
     read: int  # rows in the files, bad ones included
+    limits: Sequence[int | None]  # of each file: its first prompts that may be taken
+    samples: Sequence[int | None]  # of each file: how many of these at random
     skipped: tuple[str, ...] = ()  # where and why, a line each
     notes: tuple[str, ...] = ()
 
@@ -132,6 +134,8 @@ class Chosen:
         contents = to_json([asdict(prompt) for prompt in self.prompts])
         return {
             "files": list(self.files),
+            "limits": list(self.limits),
+            "samples": list(self.samples),
             "read": self.read,
             "skipped": list(self.skipped),
             "count": len(self.prompts),
@@ -142,8 +146,8 @@ class Chosen:
 def choose_prompts(
     files: Sequence[Path],
     *,
-    limit: int | None = None,
-    sample: int | None = None,
+    limit: Sequence[int] = (),
+    sample: Sequence[int] = (),
     seed: int = 0,
     skip_invalid: bool = False,
     raw: bool = False,
@@ -151,31 +155,48 @@ def choose_prompts(
 ) -> Chosen:
     """The prompts of all files, checked; of each file at most the first `limit`, of these `sample` at random.
 
+    Both are one count for all files, or one for each of them; none takes everything.
     The file `-` stands for rows on standard input, which `read_stdin` gives.
-    Raises `PromptError` for a file that cannot be read, for the first bad row (unless `skip_invalid` lists such rows
-    instead), and for chats where `raw` sends plain text.
+    Raises `UsageError` for another number of counts, and `PromptError` for a file that cannot be read, for the first
+    bad row (unless `skip_invalid` lists such rows instead), and for chats where `raw` sends plain text.
     """
+    limits = each_file("limit", limit, len(files))
+    samples = each_file("sample", sample, len(files))
     prompts: list[Prompt] = []
     notes: list[str] = []
     skipped: list[str] = []
     read = 0
     facts = []
-    for file in files:
+    for file, first, count in zip(files, limits, samples, strict=True):
         content = (read_stdin() or b"") if file == STDIN else read_bytes(file)
         rows = read_rows(file, content, skip_invalid=skip_invalid, raw=raw)
         read += rows.read
         skipped += [f"{row.where}: {row.reason}" for row in rows.skipped]
         notes += rows.notes
         facts.append({"name": file.name, "sha256": hashlib.sha256(content).hexdigest()})
-        chosen = list(rows.prompts[:limit])
-        prompts += chosen if sample is None else sample_evenly(chosen, sample, random.Random(f"{seed}:{file.name}"))
+        chosen = list(rows.prompts[:first])
+        prompts += chosen if count is None else sample_evenly(chosen, count, random.Random(f"{seed}:{file.name}"))
     for prompt in prompts:
         if raw and (prompt.messages is not None or len(turns_of(prompt)) > 1):
             raise PromptError(f"`{prompt.id}` is a chat, which `--raw` cannot send", hint="drop `--raw`")
     unique, repeated = with_unique_ids(prompts)
     if repeated:
         notes.append(f"{len(repeated)} prompts share an id with an earlier one, as {repeated[0]}; they got #2, #3 ...")
-    return Chosen(tuple(unique), tuple(facts), read, tuple(skipped), tuple(notes))
+    return Chosen(tuple(unique), tuple(facts), read, limits, samples, tuple(skipped), tuple(notes))
+
+
+def each_file(name: str, counts: Sequence[int], num_files: int) -> Sequence[int | None]:
+    """The count of each file, from one for all files or one for each; None where nothing was given."""
+    for count in counts:
+        check_range(name, count, 1)
+    if len(counts) <= 1:
+        return [*counts, None][:1] * num_files
+    if len(counts) != num_files:
+        raise UsageError(
+            f"`--{name}` is given {len(counts)} times, and the number of files is {num_files}",
+            hint="give it once for all files, or once for each file, in their order",
+        )
+    return counts
 
 
 def read_bytes(file: Path) -> bytes:
@@ -187,12 +208,15 @@ def read_bytes(file: Path) -> bytes:
 
 
 def read_rows(file: Path, content: bytes, *, skip_invalid: bool, raw: bool) -> Rows:
-    """The rows of a JSON lines file, or a text file as one prompt."""
-    if file == STDIN or file.suffix.lower() in JSONL_SUFFIXES:
+    """The rows of JSON lines, or a text file as one prompt. A pipe has no name that could tell: it holds rows.
+
+    Nothing is read again: a pipe can be read only once.
+    """
+    if file == STDIN or file.suffix.lower() in JSONL_SUFFIXES or not file.is_file():
         name = "standard input" if file == STDIN else str(file)
         return read_jsonl(content, name, skip_invalid=skip_invalid)
-    gathered = gather([], [file], raw=raw)
-    return Rows(gathered.prompts, (), gathered.notes)
+    text = read_text(content, file, raw=raw)
+    return Rows(text.prompts, (), text.notes)
 
 
 def sample_evenly(prompts: Sequence[Prompt], count: int, chance: random.Random) -> list[Prompt]:

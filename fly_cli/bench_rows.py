@@ -19,7 +19,7 @@ from typing import Any
 from .errors import FlyError, UsageError
 from .stats import Summary
 
-FORMAT = 1
+FORMAT = 2
 HEADER, ROWS = "settings.json", "rows.jsonl"
 RANK_ROWS = "rows.rank*.jsonl"
 UNCOMPARED = {"sessions"}  # parts of the header that may differ when a run goes on

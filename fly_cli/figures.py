@@ -4,7 +4,7 @@ Counting rules, where tools differ:
 
 - Speed is *micro*: all tokens over all seconds, so long answers weigh more. *Macro* is the plain mean of each
   prompt's own ratio. A prompt's turns and repeats are added up first.
-- Decode speed leaves out the prefill and its token, on both sides; end-to-end speed has both.
+- Decode speed leaves out the prefill and the tokens that came with it, on both sides; end-to-end speed has both.
 - A ratio of two arms is *paired*: it is taken over the (prompt, repeat, turn)s that both arms answered.
 - Mean acceptance length is micro: tokens after the first over target forwards, the bonus token included.
 - Acceptance at position j is the share of the rounds that drafted a token there which kept it.
@@ -18,12 +18,12 @@ A figure without a meaning is None.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median, stdev
 from typing import Any
 
 from .intervals import estimate
-from .stats import ratio
+from .stats import acceptance_by_position, ratio
 
 Row = Mapping[str, Any]
 Pace = Callable[[Row], tuple[float, float] | None]  # tokens and seconds of a row
@@ -52,6 +52,7 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
     failed = {row["prompt_id"] for row in rows if row["status"] != "ok"}
     drafting = [row for row in ok if row.get("num_spec_steps") is not None]
     origins = total_counts(ok, "origins")
+    lengths, kept = total_counts(ok, "draft_length_histogram"), total_counts(ok, "acceptance_histogram")
     return {
         "num_ok_prompts": len({row["prompt_id"] for row in rows} - failed),
         "num_failed_prompts": len(failed),
@@ -65,11 +66,12 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
         "ttft_s": middle(ok, "ttft_s"),
         "tpot_ms": middle(ok, "tpot_ms"),
         "mean_acceptance_length": ratio(
-            sum(row["num_new_tokens"] - 1 for row in drafting), sum(row["num_spec_steps"] for row in drafting)
+            sum(map(after_first, drafting)), sum(row["num_spec_steps"] for row in drafting)
         ),
         "draft_acceptance_rate": ratio(total(ok, "num_accepted_draft_tokens") or 0, total(ok, "num_draft_tokens") or 0),
-        "acceptance_by_position": acceptance_by_position(ok),
-        "acceptance_histogram": total_counts(ok, "acceptance_histogram"),
+        "acceptance_by_position": list(acceptance_by_position(*map(numbered, (lengths, kept)))),
+        "acceptance_histogram": kept,
+        "draft_length_histogram": lengths,
         "origins": origins,
         "deferred_mismatch_share": ratio(
             origins.get("deferred", 0), origins.get("deferred", 0) + origins.get("corrected", 0)
@@ -108,10 +110,21 @@ def total_counts(rows: Iterable[Row], name: str) -> dict[str, int]:
     return {key: counts[key] for key in keys}
 
 
+def numbered(histogram: Mapping[str, int]) -> dict[int, int]:
+    """A histogram with its keys as the numbers that they are."""
+    return {int(length): rounds for length, rounds in histogram.items()}
+
+
+def after_first(row: Row) -> int:
+    """Tokens that did not come with the prefill."""
+    found: int = row["num_new_tokens"] - row["num_first_tokens"]
+    return found
+
+
 def decoding(row: Row) -> tuple[float, float] | None:
-    """Tokens after the first, and the seconds that they took."""
-    tokens, seconds = row.get("num_new_tokens"), row.get("decode_s")
-    return None if tokens is None or seconds is None else (max(0, tokens - 1), seconds)
+    """Tokens after the first tokens, and the seconds that they took."""
+    seconds = row.get("decode_s")
+    return None if row.get("num_new_tokens") is None or seconds is None else (after_first(row), seconds)
 
 
 def whole_run(row: Row) -> tuple[float, float] | None:
@@ -145,38 +158,6 @@ def over_repeats(rows: Iterable[Row], pace: Pace) -> dict[str, Any] | None:
         "stdev": stdev(known),
         "num_repeats": len(known),
     }
-
-
-def acceptance_by_position(rows: Iterable[Row]) -> list[float]:
-    """[j] of the rounds that drafted a token at j, the share that kept it."""
-    drafted: Counter[int] = Counter()
-    kept: Counter[int] = Counter()
-    for row in rows:
-        if row.get("acceptance_by_position"):
-            for position, (drafted_here, kept_here) in enumerate(position_counts(row)):
-                drafted[position] += drafted_here
-                kept[position] += kept_here
-    return [kept[position] / drafted[position] for position in sorted(drafted)]
-
-
-def position_counts(row: Row) -> Iterator[tuple[int, int]]:
-    """For each position the rounds of a row that drafted a token there, and those that kept it.
-
-    A row has shares. Where one is above zero the count follows from it and the histogram. The last positions, where
-    nothing was kept, share what is left of the drafted tokens as evenly as falling counts can.
-    """
-    shares = row["acceptance_by_position"]
-    rounds = {int(length): count for length, count in row["acceptance_histogram"].items()}
-    kept = [sum(count for length, count in rounds.items() if length > position) for position in range(len(shares))]
-    used = 0
-    for position, share in enumerate(shares):
-        if share > 0:
-            drafted = round(kept[position] / share)
-        else:
-            left, positions = row["num_draft_tokens"] - used, len(shares) - position
-            drafted = -(-left // positions)
-        used += drafted
-        yield drafted, kept[position]
 
 
 def mean_score(rows: Sequence[Row]) -> dict[str, Any] | None:

@@ -3,6 +3,9 @@
 Greedy, without penalties, and otherwise with transformers' own defaults: what a checkpoint's generation config asks
 for is left out, on both models, as it is in our own arms. `hf` is plain `generate`, `hf-assisted` has the draft model
 as `assistant_model`, `hf-lookup` has `prompt_lookup_num_tokens` 10.
+
+The prefill ends with the first forward of the target. With an assistant or with lookup a first draft has gone into
+it, and several tokens may come with it; none of them counts as decoded, so that no speed profits from them.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 from .answer import Answer
 from .bench_rows import Answered
 from .decode import room_for_prompt
-from .errors import UsageError
+from .errors import DecodeError, UsageError
 from .events import Origin
 from .models import Pair, quiet_libraries
 from .prompts import Prompt
@@ -30,36 +33,45 @@ LOOKUP_TOKENS = 10  # transformers has no default of its own; its documentation 
 
 
 class Watch(StoppingCriteria):  # type: ignore[misc]
-    """Hands every new token to the answer, notes when the first one came, and ends the run where the answer ends."""
+    """Hands every new token to the answer, notes when the first ones came, and ends the run where the answer ends."""
 
-    def __init__(self, answer: Answer, num_prompt_tokens: int) -> None:
+    def __init__(self, answer: Answer, num_prompt_tokens: int, vocab_size: int) -> None:
         self.answer = answer
+        self.vocab_size = vocab_size
         self.ids: list[int] = []
         self.first_at: float | None = None
+        self.num_first_tokens = 0
         self._seen = num_prompt_tokens
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         new = input_ids[0, self._seen :].tolist()  # waits for the device, so the clock read next is true
-        if self.first_at is None:
-            self.first_at = perf_counter()
+        now = perf_counter()
         self._seen += len(new)
+        if (highest := max(new, default=0)) >= self.vocab_size:
+            raise DecodeError(
+                f"transformers chose id {highest}, a padded row of the model that the tokenizer has no token for",
+                hint="compare without the `hf` arms; the others never choose such rows",
+            )
         if not self.answer.finished:  # a block may go on behind a stop string
             self.ids += [token.id for token in self.answer.add(new, [Origin.TARGET] * len(new))]
+        if self.first_at is None:
+            self.first_at, self.num_first_tokens = now, len(self.ids)
         return torch.full((1,), self.answer.finished, dtype=torch.bool, device=input_ids.device)
 
 
 def answer_with(kind: str, pair: Pair, prompt: Prompt, settings: DecodeSettings) -> Answered:
     """What transformers' `generate` makes of the prompt, in the way `kind`.
 
-    The time to the first token ends with the forward that gave it: with an assistant that includes a first draft.
-    Raises `PromptError` as our own arms do.
+    Raises `PromptError` as our own arms do, and `DecodeError` where a row of the model was chosen that pads its table
+    and stands for no token. Our own arms cut such rows off. Here that would change what is measured, and trained
+    models do not choose them.
     """
     began = perf_counter()
     model, max_length = pair.target.model, pair.target.max_length
     ids = pair.codec.encode(prompt).ids
     room_for_prompt(len(ids), max_length)
     answer = Answer(pair.codec, ids, settings, max_length)
-    watch = Watch(answer, len(ids))
+    watch = Watch(answer, len(ids), pair.codec.vocab_size)
     extra, models = extras(kind, pair)
     inputs = torch.tensor([ids], dtype=torch.long, device=input_device(model))
     with quiet_libraries(), plain_configs(models):
@@ -72,7 +84,7 @@ def answer_with(kind: str, pair: Pair, prompt: Prompt, settings: DecodeSettings)
         )
     seconds = perf_counter() - began
     finished = answer.finish(seconds)
-    figures = timings(len(ids), len(watch.ids), (watch.first_at or began) - began, seconds)
+    figures = timings(len(ids), len(watch.ids), watch.num_first_tokens, (watch.first_at or began) - began, seconds)
     return Answered(finished.text, watch.ids, figures | {"finish_reason": finished.reason})
 
 
@@ -126,12 +138,15 @@ def input_device(model: Any) -> torch.device:
     return torch.device("cpu") if device.type == "meta" else device
 
 
-def timings(num_prompt_tokens: int, num_new_tokens: int, ttft_s: float, seconds: float) -> dict[str, Any]:
+def timings(
+    num_prompt_tokens: int, num_new_tokens: int, num_first_tokens: int, ttft_s: float, seconds: float
+) -> dict[str, Any]:
     """The figures that can be told from outside, by the counting rules of `stats`."""
-    decode_s, after_first = seconds - ttft_s, num_new_tokens - 1
+    decode_s, after_first = seconds - ttft_s, num_new_tokens - num_first_tokens
     return {
         "num_prompt_tokens": num_prompt_tokens,
         "num_new_tokens": num_new_tokens,
+        "num_first_tokens": num_first_tokens,
         "ttft_s": ttft_s,
         "decode_s": decode_s,
         "decode_tps": ratio(after_first, decode_s) if after_first > 0 else None,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import math
 import os
 import re
 import select
@@ -35,6 +36,7 @@ BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with the one
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
+MOST_NESTED = 100  # lists and objects in each other; what handles a row's fields later must not run out of stack
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Message = Mapping[str, str]
@@ -133,6 +135,14 @@ def gather(
         prompts.append(Prompt("stdin", text=piped))
     _check(prompts, raw=raw)
     return Gathered(tuple(prompts), (*notes, *_turn_notes(prompts)))
+
+
+def read_text(data: bytes, file: Path, *, raw: bool = False) -> Gathered:
+    """The bytes of a text file as one prompt. Raises `PromptError` for an empty one."""
+    notes: list[str] = []
+    prompts = [Prompt(file.name, text=_read_text(data, str(file), notes, raw=raw))]
+    _check(prompts, raw=raw)
+    return Gathered(tuple(prompts), tuple(notes))
 
 
 def read_jsonl(source: Path | str | bytes, name: str, *, skip_invalid: bool = False) -> Rows:
@@ -294,7 +304,9 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 def _parse(line: str) -> tuple[Mapping[str, Any], bool]:
     """The object on the line, and whether lone surrogates were replaced in it. Raises `ValueError` with the reason."""
     try:
-        row = json.loads(line, parse_constant=_refuse_constant)
+        row = json.loads(line, parse_constant=_refuse_constant, parse_int=_whole_number, parse_float=_number)
+        if line.count("[") + line.count("{") > MOST_NESTED and _is_deeper(row, MOST_NESTED):
+            raise RecursionError
         # Bytes decode to no surrogate, so only an escape can make one.
         clean = _clean(row) if "\\ud" in line.lower() else row
     except json.JSONDecodeError as error:
@@ -310,6 +322,28 @@ def _parse(line: str) -> tuple[Mapping[str, Any], bool]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _whole_number(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # Python's own limit
+        raise ValueError(f"a number of {len(digits)} digits is too long") from None
+
+
+def _number(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    """Whether lists and objects lie in each other more than so many levels deep."""
+    if not isinstance(value, list | dict):
+        return False
+    return levels == 0 or any(
+        _is_deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
+    )
 
 
 def _clean(value: Any) -> Any:

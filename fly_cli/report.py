@@ -222,7 +222,7 @@ def joined(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, 
 
 def per_step(row: Row) -> Vector | None:
     steps = row.get("num_spec_steps")
-    return None if steps is None else (row["num_new_tokens"] - 1, steps)
+    return None if steps is None else (figures.after_first(row), steps)
 
 
 def per_answer(row: Row) -> Vector | None:

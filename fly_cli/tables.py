@@ -17,8 +17,8 @@ NOTHING = "-"
 Figures = Mapping[str, Any]
 
 RULES = (
-    "Speed is tokens per second of decode time: the prefill and its token are left out, on both sides of a ratio. "
-    "`end to end` has both.",
+    "Speed is tokens per second of decode time: the prefill and the tokens that came with it are left out, on both "
+    "sides of a ratio. `end to end` has both.",
     "`over target` is all tokens over all seconds (micro), `per prompt` the mean of each prompt's own ratio (macro).",
     "Brackets are 95% bootstrap intervals over prompts, both arms of a ratio drawn together. "
     "Few prompts make them too narrow; fewer than 4 have none.",

@@ -19,12 +19,12 @@ from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
 VOCAB = 384
 
 
-def raw_codec(*, raw: bool = True, end_ids: Sequence[int] = ()) -> Any:
+def raw_codec(*, raw: bool = True, end_ids: Sequence[int] = (), vocab_rows: int = VOCAB) -> Any:
     from models_for_tests import byte_tokenizer
 
     from fly_cli.text import Codec
 
-    return Codec(byte_tokenizer(), settings=TextSettings(raw=raw), end_ids=end_ids, vocab_rows=VOCAB)
+    return Codec(byte_tokenizer(), settings=TextSettings(raw=raw), end_ids=end_ids, vocab_rows=vocab_rows)
 
 
 def pair_of(target: Any, draft: Any = None, codec: Any = None) -> Any:

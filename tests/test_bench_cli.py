@@ -99,6 +99,14 @@ def test_a_folder_keeps_rows_summary_report_and_all_that_they_depend_on(fly: Fly
     assert [row["prompt_id"] for row in rows_in(out)] == [f"p{n}" for n in range(4) for _ in range(3)]
 
 
+def test_each_file_may_have_a_count_of_its_own_and_resume_wants_the_same(fly: Fly, tmp_path: Path) -> None:
+    files = [prompts_in(tmp_path / f"{name}.jsonl", 5) for name in "ab"]
+    asked = ["bench", *files, *QUICK, "--arms", "target", "--out", str(tmp_path / "out"), "--limit"]
+    assert fly(*asked, "1", "--limit", "3").code == 0
+    assert len(rows_in(tmp_path / "out")) == 4
+    refused(fly(*asked, "3", "--limit", "1", "--resume"), "prompts.limits [1, 3], now [3, 1]")
+
+
 def test_without_a_folder_nothing_is_left_behind(fly: Fly, file: str, monkeypatch: Any, tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
@@ -145,7 +153,11 @@ def test_two_results_are_compared_without_models(fly: Fly, file: str, tmp_path: 
         (["FILE", "--resume"], ["`--resume` needs a folder", "--out DIR"]),
         (["FILE", "--plots"], ["`--plots` needs a folder"]),
         (["FILE", "--repeat", "0"], ["`repeat` is 0"]),
+        (["FILE", "--repeat", "99999999999"], ["`repeat` is 99999999999", "at most 1000"]),
+        (["FILE", "--warmup", "99999999999"], ["`warmup` is 99999999999", "at most 1000"]),
         (["FILE", "--limit", "0"], ["`limit` is 0"]),
+        (["FILE", "FILE", "--sample", "2", "--sample", "0"], ["`sample` is 0"]),
+        (["FILE", "--sample", "2", "--sample", "2"], ["`--sample` is given 2 times, and the number of files is 1"]),
         (["FILE", "--arms", "hf-assisted", "--draft", "lookup"], ["`hf-assisted` needs a draft model"]),
         (["FILE", "--arms", "hf", "--temperature", "1"], ["greedy"]),
         (["--compare", "x", "y"], ["`x` holds no results"]),
@@ -177,6 +189,33 @@ def test_rows_may_come_from_standard_input(fly: Fly, tmp_path: Path) -> None:
     assert (prompts["count"], prompts["files"][0]["name"]) == (2, "-")
     fly.stdin(b"", tmp_path)
     refused(fly("bench", "-", *QUICK), "no prompts in `standard input`")
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")
+@pytest.mark.parametrize(
+    ("names", "piped"),
+    [("- /dev/stdin", True), ("- /dev/stdin", False), ("- -", True), ("/dev/stdin /dev/stdin", True), ("p.jsonl -", 0)],
+)
+def test_standard_input_named_twice_is_refused(tmp_path: Path, names: str, piped: bool) -> None:
+    prompts_in(tmp_path / "p.jsonl", 1)
+    refused(fly_in_shell(tmp_path, f"bench {names} -q", piped=piped), "` are the same input")
+
+
+@pytest.mark.skipif(not Path("/dev/stdin").exists(), reason="needs /dev/stdin")
+@pytest.mark.parametrize("piped", [True, False])
+def test_standard_input_holds_rows_under_its_other_name_too(tmp_path: Path, piped: bool) -> None:
+    prompts_in(tmp_path / "p.jsonl", 3)
+    done = fly_in_shell(tmp_path, "bench /dev/stdin -q --json -n 2 --arms target --warmup 0", piped=piped)
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["header"]["prompts"]["count"] == 3
+
+
+def fly_in_shell(folder: Path, arguments: str, *, piped: bool) -> Outcome:
+    """`fly` with p.jsonl on standard input, through a pipe or as a file."""
+    command = f'"{sys.executable}" "{HELPERS}" {arguments}'
+    command = f"cat p.jsonl | {command}" if piped else f"{command} <p.jsonl"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, cwd=folder)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
 def test_every_option_that_shapes_an_answer_of_generate_is_there() -> None:

@@ -1,7 +1,10 @@
 """What is compared, on which prompts: all that is settled before a model loads."""
 
 import json
+import os
 import random
+import threading
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ from fly_cli.bench_plan import (
     turn_prompt,
     turns_of,
 )
+from fly_cli.bench_rows import differences
 from fly_cli.errors import FlyError, PromptError, UsageError
 from fly_cli.prompts import Prompt
 from fly_cli.settings import DecodeSettings
@@ -116,11 +120,44 @@ def test_all_files_are_read_limited_and_named_with_their_hash(tmp_path):
     two = write(tmp_path / "two.jsonl", *({"question_id": n, "turns": ["x", "y"]} for n in range(5)))
     text = tmp_path / "poem.txt"
     text.write_text("a poem\n")
-    chosen = choose_prompts([one, two, text], limit=2)
+    chosen = choose_prompts([one, two, text], limit=[2])
     assert [prompt.id for prompt in chosen.prompts] == ["a0", "a1", "0", "1", "poem.txt"]
     assert chosen.prompts[-1].text == "a poem" and chosen.read == 11
     assert [file["name"] for file in chosen.files] == ["one.jsonl", "two.jsonl", "poem.txt"]
     assert all(len(file["sha256"]) == 64 for file in chosen.files)
+
+
+def numbered(tmp_path, *counts):
+    return [
+        write(tmp_path / f"{name}.jsonl", *({"id": f"{name}{n}", "prompt": "x"} for n in range(count)))
+        for name, count in zip("abc", counts, strict=False)
+    ]
+
+
+def test_each_file_may_have_a_count_of_its_own(tmp_path):
+    files = numbered(tmp_path, 5, 5, 5)
+    chosen = choose_prompts(files, limit=[1, 9, 4], sample=[3, 2, 3])
+    assert ["".join(prompt.id[0] for prompt in chosen.prompts), chosen.prompts[0].id] == ["abbccc", "a0"]
+    assert "c4" not in {prompt.id for prompt in chosen.prompts}
+    one_by_one = [prompt for file in files for prompt in choose_prompts([file], sample=[2]).prompts]
+    assert list(choose_prompts(files, sample=[2]).prompts) == one_by_one
+    assert list(choose_prompts(files, sample=[2, 2, 2]).prompts) == one_by_one
+
+
+@pytest.mark.parametrize("name", ["limit", "sample"])
+@pytest.mark.parametrize(("counts", "num_files"), [([1, 2], 3), ([1, 2, 3, 4], 3), ([1, 2], 1)])
+def test_counts_are_one_or_as_many_as_files(tmp_path, name, counts, num_files):
+    files = numbered(tmp_path, *[5] * num_files)
+    with pytest.raises(UsageError, match=f"`--{name}` is given {len(counts)} times.* files is {num_files}") as caught:
+        choose_prompts(files, **{name: counts})
+    assert "once for all files, or once for each" in caught.value.hint
+
+
+def test_the_counts_are_recorded_file_by_file(tmp_path):
+    files = numbered(tmp_path, 5, 5)
+    once, each, other = (choose_prompts(files, sample=counts).as_json() for counts in ([2], [2, 2], [2, 3]))
+    assert once == each and once["samples"] == [2, 2] and once["limits"] == [None, None]
+    assert differences({"prompts": once}, {"prompts": other})[0] == "prompts.samples [2, 2], now [2, 3]"
 
 
 def test_the_same_prompts_have_the_same_hash_wherever_they_are_and_others_do_not(tmp_path):
@@ -130,6 +167,24 @@ def test_the_same_prompts_have_the_same_hash_wherever_they_are_and_others_do_not
     assert first.as_json() == second.as_json()
     rows[1]["reference"] = "2"
     assert choose_prompts([write(tmp_path / "p.jsonl", *rows)]).as_json()["sha256"] != first.as_json()["sha256"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_holds_rows_and_is_read_once(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    threading.Thread(target=pipe.write_text, args=('{"prompt": "x"}\n{"prompt": "y"}\n',)).start()
+    assert [prompt.text for prompt in choose_prompts([pipe]).prompts] == ["x", "y"]
+
+
+def test_a_text_file_is_read_once(tmp_path, monkeypatch):
+    path = tmp_path / "poem.txt"
+    path.write_bytes(b"\xef\xbb\xbfa \xffpoem\n")
+    reads = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda self: reads.append(self) or real(self))
+    chosen = choose_prompts([path])
+    assert chosen.prompts[0].text == "a \ufffdpoem" and "not valid UTF-8" in chosen.notes[0] and reads == [path]
 
 
 def test_a_bad_row_stops_everything_or_is_listed(tmp_path):
@@ -160,6 +215,15 @@ def test_a_sample_is_even_over_subtasks_reproducible_and_in_order():
     assert numbers == sorted(numbers) and sum(number % 4 == 0 for number in numbers) == 5
     assert drawn == sample_evenly(asked, 10, random.Random("seed")) != sample_evenly(asked, 10, random.Random("other"))
     assert sample_evenly(asked, 100, random.Random(0)) == asked
+
+
+def test_a_sample_has_as_many_of_each_subtask_as_go_evenly():
+    sizes = {"one": 80, "two": 6, "three": 40, "four": 4}
+    asked = [
+        Prompt(f"{name}{n}", text="x", fields={"subtask": name}) for name, size in sizes.items() for n in range(size)
+    ]
+    drawn = sample_evenly(asked, 16, random.Random(0))
+    assert Counter(prompt.fields["subtask"] for prompt in drawn) == dict.fromkeys(sizes, 4)
 
 
 def test_a_sample_of_few_groups_takes_the_rest_from_where_there_is_more():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from fly_cli.bench_rows import (
+    FORMAT,
     Answered,
     Results,
     begin,
@@ -20,7 +21,7 @@ from fly_cli.bench_rows import (
 from fly_cli.errors import UsageError
 
 LABELS = {"category": "code", "subtask": None}
-HEADER = {"format": 1, "arms": {"fly": {"draft_tokens": 15}}, "seed": 0, "sessions": [{"started": "monday"}]}
+HEADER = {"format": FORMAT, "arms": {"fly": {"draft_tokens": 15}}, "seed": 0, "sessions": [{"started": "monday"}]}
 
 
 def row(prompt="p", arm="fly", repeat=0, turn=0, text="hi"):
@@ -122,7 +123,11 @@ def test_only_what_both_headers_have_is_compared_and_an_added_arm_counts():
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "it has no settings.json"), ("{", "is not JSON"), ('{"format": 99}', "another format")],
+    [
+        (None, "it has no settings.json"),
+        ("{", "is not JSON"),
+        *((f'{{"format": {other}}}', "another format") for other in (FORMAT - 1, FORMAT + 1)),
+    ],
 )
 def test_a_folder_of_something_else_is_refused(tmp_path, content, message):
     (tmp_path / "else.txt").touch()

@@ -8,7 +8,7 @@ from transformers import GenerationConfig
 
 from fly_cli import peers
 from fly_cli.bench import answer
-from fly_cli.errors import PromptError, UsageError
+from fly_cli.errors import DecodeError, PromptError, UsageError
 from fly_cli.peers import answer_with
 from fly_cli.prompts import Prompt
 from fly_cli.settings import DecodeSettings
@@ -72,7 +72,7 @@ def test_a_peer_stops_at_a_stop_string_and_counts_nothing_behind_it(pair, kind):
 def test_short_answers_have_figures_without_nonsense(pair, kind, n):
     figures = answer_with(kind, pair, asked(), settings(max_new_tokens=n)).figures
     assert figures["num_new_tokens"] == n and figures["num_prompt_tokens"] == 3
-    assert (figures["decode_tps"] is None) == (n == 1)
+    assert (figures["decode_tps"] is None) == (figures["num_first_tokens"] == n)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,6 +124,41 @@ def test_times_are_taken_at_the_first_token_and_at_the_end(pair, monkeypatch):
     figures = answer_with("hf", pair, asked(), settings(max_new_tokens=3)).figures
     assert (figures["ttft_s"], figures["decode_s"], figures["decode_tps"]) == (2.0, 1.0, 2.0)
     assert (figures["end_to_end_tps"], figures["tpot_ms"]) == (1.0, 500.0)
+
+
+def test_a_block_that_comes_with_the_prefill_is_in_no_decode_speed(pair, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(peers, "perf_counter", lambda: now[0])
+
+    def generate(*_, stopping_criteria, **__):
+        ids = [1, 2, 3]
+        for block in ([7] * 5, [8] * 3, [9] * 2):
+            now[0] += 2.0
+            ids += block
+            stopping_criteria(torch.tensor([ids]), None)
+
+    monkeypatch.setattr(pair.target.model, "generate", generate, raising=False)
+    figures = answer_with("hf-assisted", pair, asked(), settings(max_new_tokens=10)).figures
+    assert (figures["num_new_tokens"], figures["num_first_tokens"], figures["ttft_s"]) == (10, 5, 2.0)
+    assert (figures["decode_tps"], figures["tpot_ms"], figures["end_to_end_tps"]) == (5 / 4, 800.0, 10 / 6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_first_tokens_are_those_of_the_first_forward(pair, kind):
+    figures = answer_with(kind, pair, asked("a b a b a b a b a"), settings()).figures
+    assert (figures["num_first_tokens"] == 1) if kind == "hf" else (1 <= figures["num_first_tokens"] < 24)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_chooses_a_padded_row_fails_with_the_reason_where_our_arms_go_on(kind):
+    target = tiny_llama(0, vocab_size=VOCAB + 16)
+    with torch.no_grad():  # the padded row is the twin of what would be chosen next, and stronger
+        first = answer(pair_of(target), asked(), "target", settings()).ids[3]
+        target.lm_head.weight[VOCAB + 5] = 2 * target.lm_head.weight[first]
+    pair = pair_of(target, noisy_copy(target, 1), raw_codec(vocab_rows=VOCAB + 16))
+    assert len(answer(pair, asked(), "target", settings()).ids) == 24
+    with pytest.raises(DecodeError, match=f"transformers chose id {VOCAB + 5}, a padded row"):
+        answer_with(kind, pair, asked(), settings())
 
 
 def test_a_prompt_that_is_too_long_is_refused_before_any_forward():

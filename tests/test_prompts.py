@@ -197,9 +197,16 @@ BAD = {
     '{"prompt": "a", "turns": ["b"]}': "has `prompt` and `turns`, and can have only one",
     '{"prompt": "a", "id": [1]}': "the id is a list",
     '{"prompt": "a", "score": NaN}': "NaN is not JSON",
+    '{"prompt": "a", "x": -1e999}': "the number -1e999 is too large",
+    '{"prompt": "a", "x": ' + "9" * 5000 + "}": "a number of 5000 digits is too long",
     '{"prompt": ' + "[" * 100_000: "nested too deeply",
+    '{"prompt": "a", "x": ' + '[{"y": ' * 50 + "0" + "}]" * 50 + "}": "nested too deeply",
     '{"prompt": "\\ud83d", "x": ' + "[" * 700 + "]" * 700 + "}": "nested too deeply",
 }
+
+
+def test_a_row_may_hold_many_lists_and_some_in_each_other():
+    rows_of('{"prompt": "a", "x": [' + "[], " * 1000 + "0]}", '{"prompt": "a", "x": ' + "[" * 99 + "]" * 99 + "}")
 
 
 @pytest.mark.parametrize("row, reason", BAD.items(), ids=range(len(BAD)))

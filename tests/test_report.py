@@ -12,7 +12,7 @@ from event_helpers import Block, run
 from rich.cells import cell_len
 
 from fly_cli.errors import FlyError
-from fly_cli.figures import acceptance_by_position, first_divergence
+from fly_cli.figures import first_divergence
 from fly_cli.report import compare, format_comparison, format_table, pareto, summarise, to_markdown, write_plots
 from fly_cli.stats import summarize
 
@@ -32,11 +32,13 @@ def make_row(prompt_id, arm, *, tokens=11, decode_s=10.0, **fields):
         "error": None,
         "num_prompt_tokens": 5,
         "num_new_tokens": tokens,
+        "num_first_tokens": 1,
         "num_spec_steps": tokens - 1,
         "num_draft_tokens": 0,
         "num_accepted_draft_tokens": 0,
         "num_deferred_tokens": 0,
         "acceptance_histogram": {"0": tokens - 1},
+        "draft_length_histogram": {"0": tokens - 1},
         "acceptance_by_position": [],
         "origins": {"exact": 0, "deferred": 0, "corrected": 0, "bonus": 0, "target": tokens},
         "ttft_s": 1.0,
@@ -76,7 +78,8 @@ FLY_ROWS = [
         num_draft_tokens=10,
         num_accepted_draft_tokens=8,
         num_deferred_tokens=2,
-        acceptance_histogram={"2": 2, "4": 1},  # drafted 3, 3 and 4 tokens, kept 2, 2 and 4
+        acceptance_histogram={"2": 2, "4": 1},
+        draft_length_histogram={"3": 2, "4": 1},
         acceptance_by_position=[1.0, 1.0, 1 / 3, 1.0],
         origins={"exact": 6, "deferred": 2, "corrected": 1, "bonus": 1, "target": 1},
         draft_s=1.0,
@@ -94,7 +97,8 @@ FLY_ROWS = [
         num_draft_tokens=20,
         num_accepted_draft_tokens=13,
         num_deferred_tokens=0,
-        acceptance_histogram={"1": 4, "3": 3},  # drafted 2 four times, 4 three times
+        acceptance_histogram={"1": 4, "3": 3},
+        draft_length_histogram={"2": 4, "4": 3},
         acceptance_by_position=[1.0, 3 / 7, 1.0, 0.0],
         origins={"exact": 13, "deferred": 0, "corrected": 7, "bonus": 0, "target": 1},
         draft_s=3.0,
@@ -123,6 +127,14 @@ def test_speeds_are_all_tokens_over_all_seconds_without_and_with_the_prefill():
     assert fly["end_to_end_tps"] == 32 / 12
 
 
+def test_tokens_that_came_with_the_prefill_are_not_decoded_ones():
+    """A decoder that drafts before its first forward is not faster for the tokens that this forward gives."""
+    rows = [make_row("a", "target"), make_row("a", "hf-assisted", num_first_tokens=6, decode_s=5.0)]
+    hf = overall(rows, "hf-assisted")
+    assert hf["decode_tps"] == 5 / 5 and hf["speedup_vs_target"]["value"] == 1
+    assert hf["end_to_end_tps"] == 11 / 6
+
+
 def test_counts_times_and_memory_are_added_up_or_the_middle_or_the_most():
     target, fly = overall(ROWS, "target"), overall(ROWS)
     assert (fly["num_prompt_tokens"], fly["num_new_tokens"], fly["num_spec_steps"]) == (10, 32, 10)
@@ -142,21 +154,16 @@ def test_acceptance_rate_histogram_and_positions_are_pooled_over_rounds():
     fly = overall(ROWS)
     assert fly["draft_acceptance_rate"] == 21 / 30
     assert fly["acceptance_histogram"] == {"1": 4, "2": 2, "3": 3, "4": 1}
+    assert fly["draft_length_histogram"] == {"2": 4, "3": 2, "4": 4}
     # position 0: 3 + 7 of 3 + 7; 1: 3 + 3 of 3 + 7; 2: 1 + 3 of 3 + 3; 3: 1 + 0 of 1 + 3
     assert fly["acceptance_by_position"] == [1.0, 6 / 10, 4 / 6, 1 / 4]
     assert overall(ROWS, "target")["acceptance_by_position"] == []
 
 
-def test_positions_that_never_kept_a_token_share_what_is_left_of_the_drafted_ones():
-    row = make_row(
-        "a",
-        "fly",
-        num_draft_tokens=10,
-        acceptance_histogram={"0": 1, "1": 3},
-        acceptance_by_position=[3 / 4, 0.0, 0.0, 0.0],  # 4 drafted at the first place, 6 at three others
-    )
-    other = make_row("b", "fly", num_draft_tokens=4, acceptance_histogram={"4": 1}, acceptance_by_position=[1.0] * 4)
-    assert acceptance_by_position([row, other]) == [4 / 5, 1 / 3, 1 / 3, 1 / 3]
+def test_positions_that_never_kept_a_token_are_pooled_by_how_many_rounds_reached_them():
+    never = make_row("a", "fly", acceptance_histogram={"1": 4}, draft_length_histogram={"1": 1, "2": 2, "4": 1})
+    whole = make_row("b", "fly", acceptance_histogram={"4": 1}, draft_length_histogram={"4": 1})
+    assert overall([never, whole])["acceptance_by_position"] == [5 / 5, 1 / 4, 1 / 2, 1 / 2]
 
 
 def test_the_share_of_mismatches_deferred_is_over_deferred_and_corrected():
@@ -281,13 +288,14 @@ def test_where_two_answers_part(one, other, place):
 def test_an_arm_that_cannot_tell_its_rounds_has_nothing_made_up():
     """transformers' own ways to decode: tokens and times only."""
     unknown = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "num_deferred_tokens", "draft_s")
-    unknown += ("verify_s", "other_s", "acceptance_histogram", "acceptance_by_position", "origins", "overhead_share")
+    unknown += ("verify_s", "other_s", "acceptance_histogram", "draft_length_histogram", "acceptance_by_position")
+    unknown += ("origins", "overhead_share")
     rows = [make_row("a", "target"), make_row("a", "hf", decode_s=5.0, **dict.fromkeys(unknown))]
     hf = overall(rows, "hf")
     assert hf["speedup_vs_target"]["value"] == 2
     for name in ("num_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "draft_s", "verify_s"):
         assert hf[name] is None
-    assert hf["acceptance_histogram"] == {} and hf["acceptance_by_position"] == []
+    assert hf["acceptance_histogram"] == hf["draft_length_histogram"] == {} and hf["acceptance_by_position"] == []
 
 
 # --- the summary
@@ -354,7 +362,8 @@ def test_figures_of_real_runs_are_those_of_all_their_rounds():
     # Kept of drafted: 9 of 12, 3 of 3 and 1 of 3; then 1 of 3, 0 of 3 and 4 of 4.
     assert fly["draft_acceptance_rate"] == 18 / 28
     assert fly["acceptance_histogram"] == {"0": 1, "1": 2, "3": 1, "4": 1, "9": 1}
-    assert fly["acceptance_by_position"][:4] == [5 / 6, 3 / 6, 3 / 6, 2 / 2]
+    assert fly["draft_length_histogram"] == {"3": 4, "4": 1, "12": 1}
+    assert fly["acceptance_by_position"] == [5 / 6, 3 / 6, 3 / 6, 2 / 2, *[1 / 1] * 5, *[0.0] * 3]
     assert fly["mean_acceptance_length"] == (10 + 4 + 1 + 2 + 1 + 5) / 6
     assert fly["num_deferred_tokens"] == 1
     assert fly["deferred_mismatch_share"] == 1 / (1 + 3)  # the cut round's own correction was not committed

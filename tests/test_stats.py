@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fly_cli.events import Event, Finished, FinishReason, Origin, Round
 from fly_cli.settings import DecodeSettings
-from fly_cli.stats import Tally, summarize
+from fly_cli.stats import Tally, num_accepted, summarize
 
 
 def test_every_origin_is_counted_once() -> None:
@@ -33,6 +33,7 @@ def test_acceptance_is_told_by_length_and_by_position() -> None:
     assert summary.num_accepted_draft_tokens == 6
     assert summary.draft_acceptance_rate == 6 / 8
     assert summary.acceptance_histogram == {0: 2, 2: 1, 4: 1}
+    assert summary.draft_length_histogram == {0: 1, 1: 1, 3: 1, 4: 1}
     assert summary.acceptance_by_position == (2 / 3, 1.0, 0.5, 1.0)
     assert summary.mean_acceptance_length == (3 + 5 + 1 + 1) / 4
 
@@ -56,7 +57,7 @@ def test_speed_counts_tokens_and_leaves_prefill_out() -> None:
     # Prefill takes 2 s, then 10 rounds of 0.1 s commit 5 tokens each; the first tokens show no text.
     block = Block("====", draft_seconds=0.06, verify_seconds=0.04, other_seconds=0.0)
     summary = summarize(run(*[block] * 10, first="", prefill_seconds=2.0))
-    assert summary.num_new_tokens == 51
+    assert (summary.num_new_tokens, summary.num_first_tokens) == (51, 1)
     assert summary.ttft_s == 2.0
     assert summary.decode_s == pytest.approx(1.0)
     assert summary.decode_tps == pytest.approx(50.0)
@@ -143,7 +144,11 @@ def test_no_rate_is_above_one_and_the_parts_add_up(blocks: list[str], cut: int) 
     assert sum(kept * count for kept, count in summary.acceptance_histogram.items()) == (
         summary.num_accepted_draft_tokens
     )
-    assert all(0 <= share <= 1 for share in summary.acceptance_by_position)
+    assert sum(summary.draft_length_histogram.values()) == summary.num_spec_steps
+    rounds = [event for event in events if isinstance(event, Round)]
+    for j, share in enumerate(summary.acceptance_by_position):
+        assert share == sum(num_accepted(one) > j for one in rounds) / sum(len(one.drafted) > j for one in rounds)
+        assert 0 <= share <= 1
     committed = [token for event in events if isinstance(event, Round) for token in event.tokens]
     assert summary.num_new_tokens == 1 + len(committed)
     assert isinstance(events[-1], Finished)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from ..bench_plan import ARMS, DEFAULT_ARMS, Chosen, Plan, choose_arms, choose_prompts
+from ..bench_plan import ARMS, DEFAULT_ARMS, STDIN, Chosen, Plan, choose_arms, choose_prompts
 from ..catalog import load_catalog
 from ..config import resolve
 from ..errors import UsageError
@@ -24,10 +25,12 @@ from ..score import problem
 from ..settings import DecodeSettings, check_range
 from . import common
 from .bench_job import Job, choose_models, show_comparison
+from .process import is_same_file
 from .talk import Talk
 
 BENCH = "Bench"
 SKIPPED_SHOWN = 20  # lines
+MOST_RUNS = 1000  # of everything: more is a slip of the finger, and a plan that fills the memory
 
 
 def bench(
@@ -36,7 +39,7 @@ def bench(
         list[Path] | None,
         typer.Argument(
             metavar="PROMPTS",
-            help="Files of prompts: .jsonl rows or plain text; - is rows on standard input.",
+            help="Files of prompts: .jsonl rows or plain text; - (or a pipe) is rows on standard input.",
             show_default=False,
         ),
     ] = None,
@@ -45,15 +48,23 @@ def bench(
         common.option("--arms", panel=BENCH, default=DEFAULT_ARMS, help=f"What to compare: {', '.join(ARMS)}."),
     ] = DEFAULT_ARMS,
     limit: Annotated[
-        int | None, common.option("--limit", panel=BENCH, default="all", help="Take the first prompts of each file.")
+        list[int] | None,
+        common.option(
+            "--limit",
+            panel=BENCH,
+            metavar="<int>",
+            default="all",
+            help="Take so many first prompts of each file. Repeated: one count for each file, in their order.",
+        ),
     ] = None,
     sample: Annotated[
-        int | None,
+        list[int] | None,
         common.option(
             "--sample",
             panel=BENCH,
+            metavar="<int>",
             default="all",
-            help="Draw so many prompts of each file at random, evenly over its subtasks.",
+            help="Draw so many prompts of each file at random, evenly over its subtasks. Repeated: one count for each.",
         ),
     ] = None,
     seed: Annotated[
@@ -147,14 +158,8 @@ def bench(
     if compare is not None:
         show_comparison(*compare, as_json=as_json)
         return
-    for name, value, least in (
-        ("limit", limit, 1),
-        ("sample", sample, 1),
-        ("repeat", repeat, 1),
-        ("warmup", warmup, 0),
-    ):
-        if value is not None:
-            check_range(name, value, least)
+    check_range("repeat", repeat, 1, MOST_RUNS)
+    check_range("warmup", warmup, 0, MOST_RUNS)
     if plots and find_spec("matplotlib") is None:
         raise UsageError("`--plots` needs matplotlib", hint="pip install 'fly-decode[plots]'")
     for flag, given in (("--resume", resume), ("--plots", plots)):
@@ -168,12 +173,13 @@ def bench(
         raise UsageError("several processes need a folder to meet in", hint="name it with `--out DIR`")
     if not prompts:
         raise UsageError("no prompts", hint="name files: `fly bench prompts.jsonl`")
+    files = with_stdin_once(prompts)
     own_seed = settings.decode.seed or 0
     talk = Talk(replace(settings.output, quiet=settings.output.quiet or not processes.first))
     chosen = choose_prompts(
-        prompts,
-        limit=limit,
-        sample=sample,
+        files,
+        limit=limit or (),
+        sample=sample or (),
         seed=own_seed,
         skip_invalid=skip_invalid,
         raw=settings.text.raw,
@@ -195,6 +201,14 @@ def bench(
             talk=talk,
         )
         job.run(catalog, as_json=as_json, keep=out is not None, plots=plots)
+
+
+def with_stdin_once(files: Sequence[Path]) -> list[Path]:
+    """The files, with `-` for standard input under other names. Raises `UsageError` where it is named twice."""
+    named = [file for file in files if file == STDIN or is_same_file(file, sys.stdin)]
+    if len(named) > 1:
+        raise UsageError(f"`{named[0]}` and `{named[1]}` are the same input", hint="drop one of them")
+    return [STDIN if file in named and not file.suffix else file for file in files]
 
 
 def tell_skipped(chosen: Chosen, talk: Talk) -> None:

@@ -38,7 +38,7 @@ class BenchView:
         self._open[about] -= 1
         sums = self._speeds[about].setdefault(row["arm"], [0.0, 0.0])
         if row["status"] == "ok" and row.get("decode_s"):
-            sums[0] += row["num_new_tokens"] - 1
+            sums[0] += row["num_new_tokens"] - row["num_first_tokens"]
             sums[1] += row["decode_s"]
         self.advance()
         if not self._open[about]:
