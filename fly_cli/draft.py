@@ -91,7 +91,9 @@ class ModelDrafter:
     def forward_seconds(self) -> float:
         return self.model.forward_seconds
 
-    def propose(self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float], int], bool] | None = None) -> Draft:
+    def propose(
+        self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float], int], bool] | None = None
+    ) -> Draft:
         """Up to `limit` ids; copied ones alone where the draft model's context or vocabulary does not reach.
 
         `goes_on` is asked after each forward, with the confidences so far and the limit, whether another one pays.
@@ -151,6 +153,7 @@ class AdaptiveDrafter:
         self.copier = copier
         self.model = model
         self.policy = policy
+        self._copied = Draft()  # what the text offered in this round
 
     @property
     def forward_seconds(self) -> float:
@@ -158,7 +161,7 @@ class AdaptiveDrafter:
 
     def propose(self, ids: list[int], limit: int) -> Draft:
         """The draft of this round, of at most `limit` ids; empty where plain decoding is faster."""
-        copied = self.copier.propose(ids, limit) if self.copier else Draft()
+        self._copied = copied = self.copier.propose(ids, limit) if self.copier else Draft()
         way, length = self.policy.choose(limit, copied.match_length, len(copied.ids))
         if way is Way.MODEL and self.model is not None:
             return self.model.propose(ids, length, self.policy.goes_on)
@@ -168,9 +171,11 @@ class AdaptiveDrafter:
 
     def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Hear what became of the last draft."""
+        committed = [*draft.ids[: verdict.num_kept], verdict.final_id]
+        self.policy.learn_match(self._copied.match_length, self._copied.ids, committed)
         if not draft.ids:
             self.policy.learn_none()
         elif draft.confidences:
             self.policy.learn_model(draft.confidences, verdict, draft.steps)
         else:
-            self.policy.learn_copy(draft.match_length, len(draft.ids), verdict)
+            self.policy.learn_copy(len(draft.ids), verdict)

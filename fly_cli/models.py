@@ -22,7 +22,7 @@ from .catalog import Catalog, load_catalog
 from .costs import load_costs, store_costs
 from .cpu_linear import widen_linears
 from .errors import ModelError, UnsupportedModelError, out_of_memory
-from .placement import Placement, gigabytes, plan, skeleton
+from .placement import Placement, choose_dtype, gigabytes, plan, skeleton
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
@@ -42,6 +42,7 @@ class Pair:
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
+    assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
 
     def describe(self) -> dict[str, Any]:
         """Settings, placement, stop ids and versions as JSON values."""
@@ -116,6 +117,19 @@ def assemble(
         for model, place in zip(models, places, strict=True)
     ]
     return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places), load_costs(places))
+
+
+def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
+    """The pair with its draft model as it is without quantisation, for transformers' own assisted generation."""
+    if pair.draft is None or pair.placements[1].quantize == "none":
+        return pair
+    place = pair.placements[1]
+    located = Located(place.name, Path(pair.draft.model.name_or_path), place.name)
+    settings = replace(pair.settings, draft_quantize="none")
+    (device,) = place.device_map.values()
+    plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize="none")
+    with quiet_libraries():
+        return replace(pair, assistant=load_model(located, plain, settings, progress or Silent()))
 
 
 def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:

@@ -157,7 +157,7 @@ def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) 
 
 def place_draft(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
     """The draft whole on its device, with int8 weights where that is asked for or, by "auto", possible."""
-    if settings.draft_quantize == "none" or (why_not := no_int8(model, device)) and settings.draft_quantize == "auto":
+    if settings.draft_quantize == "none" or ((why_not := no_int8(model, device)) and settings.draft_quantize == "auto"):
         return place_whole(model, device, settings)
     if why_not:
         raise SettingsError(

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ class Int8Linear(nn.Module):
     """A linear layer with int8 weights [out, in], a scale for each output [out] and an fp32 bias [out] or None.
 
     PyTorch's kernel has one scale for all of its input. The first token of a text has activations a thousand times
-    larger than the others, and in a block with it theirs would all round to zero: so rows are brought to one size first.
+    larger than the others, which in a block with it would all round to zero: so rows are brought to one size first.
     """
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None):
@@ -77,29 +76,32 @@ def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
     return result, scale
 
 
-def linear_names(model: nn.Module) -> Iterator[str]:
-    """The layers that are quantised."""
-    return (name for name, module in model.named_modules() if type(module) is nn.Linear)
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that are quantised, by name."""
+    return {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+
+
+def embeddings(model: nn.Module) -> dict[str, nn.Embedding]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
 
 def worth_quantizing(model: nn.Module) -> bool:
     """Whether most of the weights are in linear layers (not so where experts or convolutions hold them)."""
-    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))  # type: ignore[union-attr, operator]
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    rest = sum(parameter.numel() for parameter in model.parameters() if parameter not in embeddings)
-    return linear >= LEAST_SHARE * rest > 0
+    looked_up = {id(layer.weight) for layer in embeddings(model).values()}  # perhaps tied to the head
+    rest = {id(parameter): parameter.numel() for parameter in model.parameters() if id(parameter) not in looked_up}
+    linear = sum(rest.get(id(layer.weight), 0) for layer in linear_layers(model).values())
+    return linear >= LEAST_SHARE * sum(rest.values()) > 0
 
 
 def quantized_bytes(model: nn.Module) -> int:
     """What the model's int8 form takes."""
-    linear = sum(model.get_submodule(name).weight.numel() for name in linear_names(model))  # type: ignore[union-attr, operator]
-    embeddings = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding))
-    return linear + 2 * embeddings
+    linear = sum(layer.weight.numel() for layer in linear_layers(model).values())
+    return linear + 2 * sum(layer.weight.numel() for layer in embeddings(model).values())
 
 
 @cache
 def int8_works() -> bool:
-    """Whether this build of PyTorch has right int8 kernels for this CPU: tried on a small layer, at one row and more."""
+    """Whether PyTorch's int8 kernels are right on this CPU: tried on a small layer, at one row and more."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(48, 64, generator=generator)
     try:
@@ -116,7 +118,7 @@ def int8_works() -> bool:
 
 def quantized_state(model: nn.Module) -> dict[str, Tensor]:
     """The tensors of the model's int8 form by name, from a loaded model."""
-    linear = set(linear_names(model))
+    linear = linear_layers(model)
     state = {}
     for name, tensor in model.state_dict().items():
         layer, _, part = name.rpartition(".")
@@ -133,16 +135,17 @@ def fill(skeleton: Any, state: dict[str, Tensor]) -> Any:
     Raises `ValueError` when the tensors are not this model's.
     """
     state = dict(state)
-    for name in list(linear_names(skeleton)):
+    for name in linear_layers(skeleton):
         try:
             weight, scale = state.pop(name + WEIGHT), state.pop(name + SCALE)
         except KeyError as error:
             raise ValueError(f"no weights for {name}") from error
         skeleton.set_submodule(name, Int8Linear(weight, scale, state.pop(f"{name}.bias", None)))
-    for name, module in skeleton.named_modules():
-        if type(module) is nn.Embedding:
-            module.__class__ = WideningEmbedding
-    narrow = {f"{name}.weight" for name, module in skeleton.named_modules() if type(module) is WideningEmbedding}
+    narrow = set()
+    for name, layer in embeddings(skeleton).items():
+        if type(layer) is nn.Embedding:
+            layer.__class__ = WideningEmbedding
+            narrow.add(f"{name}.weight")
     wide = {name: t if name in narrow or not t.is_floating_point() else t.float() for name, t in state.items()}
     missing, unknown = skeleton.load_state_dict(wide, strict=False, assign=True)
     if unknown or any(not name.endswith(".bias") for name in missing) or still_empty(skeleton):
@@ -165,7 +168,8 @@ def prepared_file(folder: Path, cache_dir: Path | None = None) -> Path:
 def read_prepared(file: Path) -> dict[str, Tensor] | None:
     """The tensors of an earlier run; None where there are none that can be read."""
     try:
-        return load_file(file)
+        state: dict[str, Tensor] = load_file(file)
+        return state
     except Exception:  # not there, or cut short: it is made again
         return None
 

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from .events import Origin
+from .lookup import common_prefix
 from .verify import Rejection, Verdict
 
 CONFIDENCE_EDGES = (0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99)
@@ -98,19 +99,22 @@ class Way(StrEnum):
 
 @dataclass
 class Share:
-    """How often something was kept, on top of a prior belief; what is long ago counts less."""
+    """How often something was so: at first a belief, worth some trials; what is long ago counts less."""
 
     prior: float
-    kept: float = 0.0
-    tried: float = 0.0
+    true: float = field(init=False)
+    tried: float = PRIOR_WEIGHT
+
+    def __post_init__(self) -> None:
+        self.true = self.prior * self.tried
 
     @property
     def value(self) -> float:
-        return (self.kept + PRIOR_WEIGHT * self.prior) / (self.tried + PRIOR_WEIGHT)
+        return self.true / self.tried
 
-    def add(self, kept: bool) -> None:
+    def add(self, true: bool) -> None:
         self.tried = TRIAL_DECAY * self.tried + 1
-        self.kept = TRIAL_DECAY * self.kept + kept
+        self.true = TRIAL_DECAY * self.true + true
 
 
 @dataclass
@@ -218,13 +222,17 @@ class Adaptive:
         """Take in a round without a draft."""
         self.rounds.add(1, self.costs.verify_seconds(0))
 
-    def learn_copy(self, match_length: int, drafted: int, verdict: Verdict) -> None:
+    def learn_copy(self, drafted: int, verdict: Verdict) -> None:
         """Take in a round of copied tokens."""
-        kept = verdict.num_kept
-        self._match(match_length).add(kept > 0)
-        for j in range(1, min(drafted, kept + 1)):
-            self.behind.add(j < kept)
-        self.rounds.add(kept + 1, self.costs.verify_seconds(drafted))
+        self.rounds.add(verdict.num_kept + 1, self.costs.verify_seconds(drafted))
+
+    def learn_match(self, match_length: int, copied: Sequence[int], committed: Sequence[int]) -> None:
+        """See what copied tokens would have been worth, or were, from what was committed in their place."""
+        right = common_prefix(copied, committed)
+        if copied and committed:
+            self._match(match_length).add(right > 0)
+        for j in range(1, min(right + 1, len(copied), len(committed))):
+            self.behind.add(j < right)
 
     def learn_model(self, confidences: Sequence[float], verdict: Verdict, steps: Sequence[int]) -> None:
         """Take in a round of the draft model; `steps` are the rows of its forwards."""

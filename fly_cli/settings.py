@@ -17,7 +17,7 @@ from .errors import SettingsError
 
 MODES = ("fly", "exact", "target")
 ENTROPY_KINDS = ("topk", "normalized")
-SCHEDULES = ("constant", "adaptive")
+SCHEDULES = ("adaptive", "constant")
 DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
@@ -45,7 +45,7 @@ class DecodeSettings:
     entropy_top_k: int = 3
     entropy_threshold: float | None = None  # theta: nats for `topk`, a share of ln V for `normalized`
     strict_first: int = 2  # first new tokens in which every mismatch is rejected
-    draft_schedule: str = "constant"  # or adaptive: as many as pay, `draft_tokens` at most
+    draft_schedule: str = "adaptive"  # as many as pay, `draft_tokens` at most; or constant: always so many
     draft_lookup: bool = True  # copy n-grams inside the draft model's drafting
     max_new_tokens: int = 512
     temperature: float = 0.0  # 0 is greedy

@@ -29,7 +29,19 @@ RANKS = [
     }
     | {"bench_rows", "bench_plan"}
     | {"trace", "figures", "report", "tables", "plots"},
-    {"storage", "hub", "wheels", "convert", "weights", "placement", "cached_model", "cpu_linear", "costs", "models"}
+    {
+        "storage",
+        "hub",
+        "wheels",
+        "convert",
+        "weights",
+        "placement",
+        "cached_model",
+        "cpu_linear",
+        "quantized",
+        "costs",
+        "models",
+    }
     | {"machine", "processes"},
     {"draft", "answer"},
     {"decode"},

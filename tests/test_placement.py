@@ -39,7 +39,7 @@ def machine(monkeypatch):
 
 def both(folder, **settings):
     model = skeleton("big", folder)
-    settings = {"dtype": "float32"} | settings
+    settings = {"dtype": "float32", "draft_quantize": "none"} | settings
     return plan(model, skeleton("small", folder), ModelSettings(**settings))
 
 
@@ -74,6 +74,32 @@ def test_on_a_cpu_both_models_are_booked_together(folder, machine):
     machine({"cpu": 2 * needed - 1 * MB})
     with pytest.raises(OutOfMemoryError, match=r"`big` needs .* MB"):
         both(folder)
+
+
+def test_a_draft_on_the_cpu_has_int8_weights_and_is_booked_so(folder, machine):
+    machine({"cpu": 400 * MB})
+    _, plain = both(folder)
+    target, draft = both(folder, draft_quantize="auto")
+    assert (target.quantize, draft.quantize, plain.quantize) == ("none", "int8", "none")
+    assert draft.weight_bytes < 0.6 * plain.weight_bytes
+    assert draft.describe()["quantize"] == "int8"
+
+
+def test_a_draft_on_an_accelerator_keeps_its_weights_and_int8_is_refused_there(folder, machine):
+    machine({0: 400 * MB, "cpu": 400 * MB})
+    _, draft = both(folder, draft_quantize="auto")
+    assert draft.quantize == "none"
+    with pytest.raises(SettingsError, match="for the CPU"):
+        both(folder, draft_quantize="int8")
+
+
+def test_wrong_int8_kernels_are_not_used(folder, machine, monkeypatch):
+    monkeypatch.setattr(placement, "int8_works", lambda: False)
+    machine({"cpu": 400 * MB})
+    _, draft = both(folder, draft_quantize="auto")
+    assert draft.quantize == "none"
+    with pytest.raises(SettingsError, match="no right result"):
+        both(folder, draft_quantize="int8")
 
 
 def test_a_model_that_fits_alone_is_refused_beside_its_draft_with_the_sizes(folder, machine):

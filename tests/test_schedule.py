@@ -7,10 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fly_cli.events import Origin
 from fly_cli.schedule import Adaptive, CostTable, Way, guess_costs, interpolate, room_for_draft
+from fly_cli.verify import Rejection, Verdict
 
 CHEAP_ROWS = CostTable({1: 1.0, 16: 1.3}, {1: 0.2})  # a machine with matrix units
 DEAR_ROWS = CostTable({1: 1.0, 16: 4.5}, {1: 0.35})  # one without
+
+
+def verdict(kept, drafted):
+    """That of a strict walk which keeps `kept` of `drafted` tokens."""
+    whole = kept == drafted
+    final = Origin.BONUS if whole else Origin.CORRECTED
+    return Verdict((Origin.EXACT,) * kept, 0, final, None if whole else Rejection.STRICT)
 
 
 def play(costs, keep, rounds=400, match=0, copy_keep=0.0, seed=0):
@@ -23,14 +32,15 @@ def play(costs, keep, rounds=400, match=0, copy_keep=0.0, seed=0):
         ways.append(way)
         if way is Way.MODEL:
             confidences = [dice.choice((0.4, 0.75, 0.92, 0.995))]
-            while len(confidences) < limit and policy.goes_on(confidences):
+            while len(confidences) < limit and policy.goes_on(confidences, limit):
                 confidences.append(dice.choice((0.4, 0.75, 0.92, 0.995)))
             kept = next((j for j, c in enumerate(confidences) if dice.random() > keep(c)), len(confidences))
-            policy.learn_model(confidences, kept, [1] * len(confidences))
+            policy.learn_model(confidences, verdict(kept, len(confidences)), [1] * len(confidences))
             seconds += len(confidences) * costs.step_seconds() + costs.verify_seconds(len(confidences))
         elif way is Way.COPY:
             kept = next((j for j in range(limit) if dice.random() > copy_keep), limit)
-            policy.learn_copy(match, limit, kept)
+            policy.learn_copy(limit, verdict(kept, limit))
+            policy.learn_match(match, [1] * limit, [1] * kept + [2])
             seconds += costs.verify_seconds(limit)
         else:
             kept = 0
@@ -84,9 +94,47 @@ def test_fewer_copied_tokens_are_sent_where_rows_are_dear():
 
 def test_a_draft_stops_sooner_after_doubt_and_where_steps_are_dear():
     sure, doubtful = [0.995] * 4, [0.995, 0.2]
-    assert Adaptive(CHEAP_ROWS).goes_on(sure)
-    assert not Adaptive(CHEAP_ROWS).goes_on(doubtful)
-    assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure)
+    assert Adaptive(CHEAP_ROWS).goes_on(sure, 15)
+    assert not Adaptive(CHEAP_ROWS).goes_on(sure, 4)
+    assert Adaptive(CHEAP_ROWS).goes_on(doubtful, 15)
+    assert not Adaptive(DEAR_ROWS).goes_on(doubtful, 15)
+    assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure, 15)
+
+
+def test_a_doubt_counts_less_where_a_window_fits_behind_it_and_mismatches_are_forgiven():
+    strict, relaxed = Adaptive(CHEAP_ROWS), Adaptive(CHEAP_ROWS, window_size=6)
+    assert relaxed.chance_of(0.4, 6) > relaxed.chance_of(0.4, 5) == strict.chance_of(0.4, 6)
+    before = relaxed.chance_of(0.4, 6)
+    forgiven = Verdict((Origin.DEFERRED,) + (Origin.EXACT,) * 6, 0, Origin.BONUS)
+    relaxed.learn_model([0.4] + [0.99] * 6, forgiven, [1] * 7)
+    assert relaxed.clean.value > Adaptive(CHEAP_ROWS).clean.value
+    unclean = Verdict((), 0, Origin.CORRECTED, Rejection.SECOND_MISMATCH)
+    for _ in range(20):
+        relaxed.learn_model([0.4] + [0.99] * 6, unclean, [1] * 7)
+    assert relaxed.chance_of(0.4, 6) < before
+
+
+def test_a_text_that_repeats_itself_is_noticed_while_the_draft_model_works():
+    policy = Adaptive(CHEAP_ROWS)
+    for _ in range(20):
+        policy.learn_match(1, [5, 6, 7], [5, 6, 7])
+    assert policy.by_match[0].value > 0.8
+    assert policy.behind.value > 0.9
+    for _ in range(20):
+        policy.learn_match(1, [5, 6, 7], [9])
+    assert policy.by_match[0].value < 0.6
+    assert policy.behind.value > 0.9  # nothing was seen of those behind a wrong one
+
+
+def test_one_bad_round_does_not_put_a_good_draft_model_away():
+    policy = Adaptive(CHEAP_ROWS)
+    policy.learn_model([0.9] * 8, verdict(0, 8), [1] * 8)
+    ways = []
+    for _ in range(5):
+        way, _ = policy.choose(15, 0, 0)
+        ways.append(way)
+        policy.learn_model([0.9] * 8, verdict(6, 8), [1] * 8) if way is Way.MODEL else policy.learn_none()
+    assert ways.count(Way.MODEL) >= 4
 
 
 def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_when_it_does():
@@ -96,7 +144,7 @@ def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_
         way, _ = policy.choose(15, 0, 0)
         if way is Way.MODEL:
             tries.append(i)
-            policy.learn_model([0.9] * 5, 0, [1] * 5)
+            policy.learn_model([0.9] * 5, verdict(0, 5), [1] * 5)
         else:
             policy.learn_none()
     gaps = [b - a for a, b in pairwise(tries)]
@@ -105,7 +153,7 @@ def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_
     for _ in range(200):
         way, _ = policy.choose(15, 0, 0)
         if way is Way.MODEL:
-            policy.learn_model([0.99] * 10, 10, [1] * 10)
+            policy.learn_model([0.99] * 10, verdict(10, 10), [1] * 10)
         else:
             policy.learn_none()
     assert policy.choose(15, 0, 0)[0] is Way.MODEL

@@ -20,8 +20,9 @@ from ..processes import Processes
 from ..prompts import Prompt
 from ..render import write
 from ..settings import LOOKUP
+from . import common
 from .bench_view import make_view
-from .generate import load
+from .generate import closing_progress, load
 from .process import interruption
 from .talk import Talk
 
@@ -49,6 +50,8 @@ class Job:
         if first:
             check_folder(self.folder, self.header(), resume=self.resume)
         pair = load(self.settings, catalog, self.talk)
+        if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
+            pair = self.with_assistant(pair)
         if first:
             self.prepare(pair)
         self.processes.announce("prepared")
@@ -65,6 +68,13 @@ class Job:
                 f"{len(errors)} of {len(self.plan.row_keys())} turns failed, first {errors[0]}",
                 hint="their rows have `status` failed and the `error`; no figure counts them",
             )
+
+    def with_assistant(self, pair: Pair) -> Pair:
+        """The pair, and the draft model that transformers works with."""
+        from ..models import with_assistant
+
+        with common.memory_errors("loading the models"), closing_progress(self.talk.progress()) as progress:
+            return with_assistant(pair, progress)
 
     def header(self, pair: Pair | None = None) -> dict[str, Any]:
         """All that the rows depend on; without a pair what is known before it is loaded."""
