@@ -68,6 +68,16 @@ class CostTable:
         tables = {"target": self.target, "draft": self.draft}
         return {name: {str(rows): s for rows, s in sorted(t.items())} if t else None for name, t in tables.items()}
 
+    @classmethod
+    def from_json(cls, tables: Mapping[str, Mapping[str, float] | None]) -> CostTable:
+        """The table that `as_json` told."""
+        target, draft = (
+            {int(rows): float(s) for rows, s in (tables[name] or {}).items()} or None for name in ("target", "draft")
+        )
+        if target is None:
+            raise ValueError("a cost table without costs of the target")
+        return cls(target, draft)
+
 
 def interpolate(points: Mapping[int, float], rows: int) -> float:
     """Seconds at `rows`. Outside the points the outer line goes on; more rows never take less time."""

@@ -279,6 +279,24 @@ def test_a_finished_run_resumes_to_the_same_result_without_running(fly: Fly, fil
     assert len(read_header(tmp_path / "out")["sessions"]) == 2
 
 
+def test_a_resumed_run_goes_on_with_the_costs_that_it_began_with(
+    fly: Fly, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    asked = ["bench", file, *QUICK, "--out", str(out)]
+    assert fly(*asked).code == 0
+    began = read_header(out)["cost_table"]
+    assert began["target"] != {"1": 9.0}
+    lines = (out / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "rows.jsonl").write_bytes(b"".join(lines[:5]))
+    header = read_header(out) | {"cost_table": {"digest": "x", "target": {"1": 9.0}, "draft": {"1": 1.0}}}
+    (out / "settings.json").write_text(json.dumps(header))
+    seen = []
+    monkeypatch.setattr("fly_cli.bench.run", lambda plan, pair, **_: seen.append(pair.costs) or iter(()))
+    fly(*asked, "--resume")
+    assert (seen[0].target, seen[0].draft) == ({1: 9.0}, {1: 1.0})
+
+
 def test_rows_that_several_processes_left_are_taken_over(fly: Fly, file: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     asked = ["bench", file, *QUICK, "--out", str(out)]

@@ -178,6 +178,11 @@ def test_more_rows_never_cost_less_between_two_points_of_a_rising_table(points, 
         assert interpolate(rising, known) == pytest.approx(rising[known])
 
 
+def test_a_table_comes_back_from_json():
+    for table in (guess_costs(4, 1), CostTable({1: 0.5})):
+        assert CostTable.from_json(table.as_json()) == table
+
+
 def test_a_table_has_a_name_that_changes_with_its_numbers():
     assert guess_costs(4, 1).digest == guess_costs(4, 1).digest
     assert guess_costs(4, 1).digest != guess_costs(4, 2).digest

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import score
 from ..bench_plan import NEED_DRAFT, WARMUP_TOKENS, Arm, Chosen, Plan
-from ..bench_rows import FORMAT, Results, Row, begin, check_folder, read_header, to_json, write_whole
+from ..bench_rows import FORMAT, HEADER, Results, Row, begin, check_folder, read_header, to_json, write_whole
 from ..catalog import Catalog
 from ..config import Effective
 from ..errors import FlyError, UsageError
@@ -53,9 +53,11 @@ class Job:
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
             pair = self.with_assistant(pair)
         if first:
+            pair = self.with_kept_costs(pair)
             self.prepare(pair)
         self.processes.announce("prepared")
         self.processes.wait_for("prepared", self.processes.world)
+        pair = self.with_kept_costs(pair)
         try:
             self.measure(pair)
             if first:
@@ -75,6 +77,14 @@ class Job:
 
         with common.memory_errors("loading the models"), closing_progress(self.talk.progress()) as progress:
             return with_assistant(pair, progress)
+
+    def with_kept_costs(self, pair: Pair) -> Pair:
+        """The pair with the cost table that the run began with: all its processes and sessions choose alike."""
+        from ..schedule import CostTable
+
+        if not (self.folder / HEADER).exists():
+            return pair
+        return replace(pair, costs=CostTable.from_json(read_header(self.folder)["cost_table"]))
 
     def header(self, pair: Pair | None = None) -> dict[str, Any]:
         """All that the rows depend on; without a pair what is known before it is loaded."""
