@@ -250,6 +250,19 @@ def test_a_folder_with_something_in_it_is_refused_before_loading(fly: Fly, file:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_loading(fly: Fly, file: str) -> None:
+    outcome = fly("bench", file, *QUICK, "--out", f"{file}/out")
+    assert (outcome.code, outcome.out) == (1, "") and f"the folder `{file}/out` cannot be made" in outcome.err
+    assert fly.loads == []  # type: ignore[attr-defined]
+
+
+def test_an_id_of_any_length_is_told_in_few_words(fly: Fly, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"id": "a" * 5000, "prompt": "x"}))
+    outcome = fly("bench", str(path), *QUICK, "--arms", "target")
+    assert "aaa" in outcome.err and max(map(len, outcome.err.splitlines())) < 200
+
+
 def test_no_draft_model_is_loaded_for_arms_that_need_none(fly: Fly, file: str) -> None:
     assert fly("bench", file, *QUICK, "--arms", "target,lookup").code == 0
     assert fly("bench", file, *QUICK, "--arms", "target,exact").code == 0

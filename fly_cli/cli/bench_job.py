@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from .. import score
 from ..bench_plan import NEED_DRAFT, WARMUP_TOKENS, Arm, Chosen, Plan
-from ..bench_rows import FORMAT, Results, Row, begin, check_folder, read_header, to_json, write_whole
+from ..bench_rows import (
+    FORMAT,
+    Results,
+    Row,
+    begin,
+    check_folder,
+    make_folder,
+    read_header,
+    shortened,
+    to_json,
+    write_whole,
+)
 from ..catalog import Catalog
 from ..config import Effective
 from ..errors import FlyError, UsageError
@@ -48,6 +59,7 @@ class Job:
         first = self.processes.first
         if first:
             check_folder(self.folder, self.header(), resume=self.resume)
+            make_folder(self.folder)  # before the models load: what cannot be kept is not worth the wait
         pair = load(self.settings, catalog, self.talk)
         if first:
             self.prepare(pair)
@@ -144,7 +156,7 @@ class Job:
             for row in Results(self.folder).rows():
                 num_rows += 1
                 if row["status"] != "ok":
-                    errors.append(f"`{row['prompt_id']}` in `{row['arm']}`: {row['error']}")
+                    errors.append(f"`{shortened(row['prompt_id'])}` in `{row['arm']}`: {row['error']}")
                 yield row
 
         summary = report.summarise(read_header(self.folder), counted())
