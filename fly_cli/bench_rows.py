@@ -190,8 +190,16 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif are_records(before) and are_records(now) and len(before) == len(now):
+        for place, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{name}.{place}", *pair)
     elif before != now:
         yield f"{name} {_short(before)}, now {_short(now)}"
+
+
+def are_records(value: Any) -> bool:
+    """Whether this is a list of objects, whose differing fields say more than the beginnings of both lists."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
 
 
 def _short(value: Any) -> str:

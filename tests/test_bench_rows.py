@@ -131,6 +131,12 @@ def test_resume_with_other_settings_is_refused_and_says_which(tmp_path):
     assert "arms.fly.draft_tokens 15, now 5; seed 0, now 1" in caught.value.message
 
 
+def test_in_a_list_of_records_the_field_that_differs_is_named():
+    before, now = ({"weights": [{"source": "t", "sha256": "1"}, {"source": "d", "sha256": one}]} for one in "23")
+    assert differences(before, now) == ['weights.1.sha256 "2", now "3"']
+    assert differences(before, {"weights": [{"source": "t"}]})[0].startswith("weights [")
+
+
 def test_only_what_both_headers_have_is_compared_and_an_added_arm_counts():
     assert differences({"a": 1, "b": (1, 2)}, {"b": [1, 2], "c": 3}) == []
     assert differences({"arms": {"fly": {"k": 1}}}, {"arms": {"fly": {"k": 1}, "hf": {"k": 2}}}) == [
