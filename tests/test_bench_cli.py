@@ -320,10 +320,10 @@ class Process:
             env=clean | environment,
         )
 
-    def end_after(self, rows: int, folder: Path, number: int) -> None:
+    def end_after(self, rows: int, folder: Path, number: int, name: str = "rows.jsonl") -> None:
         """Send the signal as soon as so many rows are on disk."""
         end = time.monotonic() + PATIENCE
-        path = folder / "rows.jsonl"
+        path = folder / name
         while not path.exists() or path.read_bytes().count(b"\n") < rows:
             assert time.monotonic() < end and self.process.poll() is None, self.process.communicate()
             time.sleep(0.01)
@@ -434,6 +434,20 @@ def test_two_processes_share_the_prompts_and_merge_their_rows_in_order(fly: Fly,
     assert [(row["prompt_id"], row["arm"]) for row in rows_in(shared)] == key
     assert rows_in(shared) == rows_in(alone)
     assert [path.name for path in shared.glob("rows*")] == ["rows.jsonl"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_ends_early_keeps_no_other_waiting(file: str, tmp_path: Path, rank: int) -> None:
+    out = tmp_path / "out"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PAUSE": "0.02"}
+    asked = ["bench", file, *QUICK, "--json", "-q", "--out", str(out)]
+    both = [Process(*asked, RANK=str(number), **place) for number in range(2)]
+    both[rank].end_after(2, out, signal.SIGTERM, f"rows.rank{rank}.jsonl")
+    ended, other = both[rank].finish(), both[1 - rank].finish()
+    assert (ended.code, other.code) == (143, 1) and "Traceback" not in ended.err + other.err
+    assert ("the first process of this run is gone" if rank == 0 else "another process of this run ended") in other.err
+    assert 2 <= json.loads((ended, other)[rank == 1].out)["num_rows"] < 12
 
 
 def test_several_processes_need_a_folder(fly: Fly, file: str, monkeypatch: pytest.MonkeyPatch) -> None:

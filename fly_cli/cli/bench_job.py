@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from ..bench_rows import (
 from ..catalog import Catalog
 from ..config import Effective
 from ..errors import FlyError, UsageError
-from ..processes import Processes
+from ..processes import ENDED_EARLY, Processes
 from ..prompts import Prompt
 from ..render import write
 from ..settings import LOOKUP
@@ -56,6 +57,15 @@ class Job:
 
     def run(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
         """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns."""
+        try:
+            self.run_share(catalog, as_json=as_json, keep=keep, plots=plots)
+        except BaseException:
+            with suppress(FlyError):
+                self.processes.announce(ENDED_EARLY)  # nobody waits for this one
+            raise
+
+    def run_share(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
+        """What this process does of the run."""
         first = self.processes.first
         if first:
             check_folder(self.folder, self.header(), resume=self.resume)
