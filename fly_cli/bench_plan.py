@@ -88,10 +88,10 @@ def sweep_arms(sweep: Iterable[str], build: Build) -> tuple[list[Arm], list[str]
         if setting in axes:
             raise UsageError(f"`--sweep` names `{setting}` twice", hint=f"give --sweep {setting}=1,2")
         texts = [text.strip() for text in values.split(",") if text.strip()]
-        if not equals or not texts or len(set(texts)) < len(texts):
-            raise UsageError(f"`--sweep` is {item!r}", hint="give different values, as --sweep draft-tokens=5,10")
         where = f"`--sweep {name.strip()}`"
         axes[setting] = [convert(setting, parse(setting, text), where) for text in texts]
+        if not equals or not texts or len(set(axes[setting])) < len(texts):
+            raise UsageError(f"`--sweep` is {item!r}", hint="give different values, as --sweep draft-tokens=5,10")
     if not axes:
         return [], []
     arms, idle = [], []

@@ -128,13 +128,21 @@ def rank_files(folder: Path) -> list[Path]:
 def begin(folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
     """Make the folder and its header, or take up what is there. Raises what `check_folder` raises."""
     check_folder(folder, header, resume=resume)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise FlyError(f"the folder `{folder}` cannot be made: {error.strerror}", hint="choose another") from None
+    make_folder(folder)
     before = read_header(folder) if (folder / HEADER).exists() else {}
     sessions = [*before.get("sessions", ()), *header.get("sessions", ())]
     write_whole(folder / HEADER, to_json({**before, **header, "sessions": sessions}))
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder if there is none. Raises `FlyError` where that fails, or where nothing can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise FlyError(f"the folder `{folder}` cannot be made: {reason}", hint="choose another `--out`") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise FlyError(f"the folder `{folder}` cannot be written to", hint="choose another `--out`")
 
 
 def check_folder(folder: Path, header: Mapping[str, Any], *, resume: bool) -> None:
@@ -182,12 +190,24 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
+    elif are_records(before) and are_records(now) and len(before) == len(now):
+        for place, pair in enumerate(zip(before, now, strict=True)):
+            yield from _differences(f"{name}.{place}", *pair)
     elif before != now:
         yield f"{name} {_short(before)}, now {_short(now)}"
 
 
+def are_records(value: Any) -> bool:
+    """Whether this is a list of objects, whose differing fields say more than the beginnings of both lists."""
+    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+
+
 def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
+    return shortened(json.dumps(value, ensure_ascii=False))
+
+
+def shortened(text: str) -> str:
+    """Text from elsewhere as a part of a message."""
     return text if len(text) <= 40 else text[:37] + "..."
 
 
@@ -202,12 +222,21 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(lines, start=1):
             if not line.endswith(b"\n"):
                 return
-            try:
-                row = json.loads(line)
-                key_of(row)
-            except (ValueError, KeyError, TypeError):
-                raise UsageError(f"{path}:{number} is no row of a bench", hint="remove that line") from None
+            if (row := parse_row(line)) is None:
+                raise UsageError(f"{path}:{number} is no row of a bench", hint="remove that line")
             yield row
+
+
+def parse_row(line: bytes) -> Row | None:
+    """The row on a line; None where something that the figures need is missing, as in a damaged or edited file."""
+    try:
+        row = json.loads(line)
+        named, numbered = (row["prompt_id"], row["arm"]), (row["repeat"], row["turn"])
+        figures = FIGURES if row["status"] == "ok" else ("error",)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    sound = all(isinstance(one, str) for one in named) and all(isinstance(one, int) for one in numbered)
+    return row if sound and row.keys() >= set(figures) else None
 
 
 def cut_half_line(path: Path) -> None:
@@ -239,11 +268,15 @@ def to_json(value: Any) -> bytes:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file in one step as others see it."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    with unfinished.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
 
 
 def write_all(descriptor: int, content: bytes) -> None:

@@ -8,11 +8,13 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from .errors import UsageError
+from .errors import FlyError, UsageError
 
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # torchrun, then kinds of mpirun
 WORLDS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+ENDED_EARLY = "ended early"
+RESUME = "what was done is kept, and `--resume` goes on from there"
 POLL_SECONDS = 0.1
 PATIENCE = timedelta(minutes=10)  # for the others to start
 
@@ -34,12 +36,24 @@ class Processes:
     def announce(self, event: str) -> None:
         """Tell the others that this process has come so far."""
         if self.store is not None:
-            self.store.add(event, 1)
+            self._count(event, 1)
 
     def wait_for(self, event: str, count: int) -> None:
-        """Wait until `count` processes have announced the event. Ctrl-C ends the wait."""
-        while self.store is not None and self.store.add(event, 0) < count:
+        """Wait until `count` processes have announced the event. Ctrl-C ends the wait.
+
+        Raises `FlyError` where one of them has announced that it ended early, or the first one is gone.
+        """
+        while self.store is not None and self._count(event, 0) < count:
+            if self._count(ENDED_EARLY, 0):
+                raise FlyError("another process of this run ended early", hint=f"its own message says why; {RESUME}")
             time.sleep(POLL_SECONDS)
+
+    def _count(self, event: str, more: int) -> int:
+        """How many have announced the event, with this process's own."""
+        try:
+            return int(self.store.add(event, more))
+        except RuntimeError:  # the store lives in the first process
+            raise FlyError("the first process of this run is gone", hint=RESUME) from None
 
 
 def join(environment: Mapping[str, str]) -> Processes:

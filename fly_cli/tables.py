@@ -299,7 +299,7 @@ def markdown_columns(table: Table) -> str:
 
 def escaped(text: str) -> str:
     """Text in which Markdown sees nothing but text."""
-    return re.sub(r"([\\`*_{}\[\]<>|#~&])", r"\\\1", visible_line(text))
+    return re.sub(r"([\\`*_{}\[\]<>|#~&$])", r"\\\1", visible_line(text))
 
 
 def fenced(text: str) -> str:

@@ -251,6 +251,19 @@ def test_a_folder_with_something_in_it_is_refused_before_loading(fly: Fly, file:
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
 
+def test_a_folder_that_cannot_be_made_is_told_before_loading(fly: Fly, file: str) -> None:
+    outcome = fly("bench", file, *QUICK, "--out", f"{file}/out")
+    assert (outcome.code, outcome.out) == (1, "") and f"the folder `{file}/out` cannot be made" in outcome.err
+    assert fly.loads == []  # type: ignore[attr-defined]
+
+
+def test_an_id_of_any_length_is_told_in_few_words(fly: Fly, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"id": "a" * 5000, "prompt": "x"}))
+    outcome = fly("bench", str(path), *QUICK, "--arms", "target")
+    assert "aaa" in outcome.err and max(map(len, outcome.err.splitlines())) < 200
+
+
 def test_no_draft_model_is_loaded_for_arms_that_need_none(fly: Fly, file: str) -> None:
     assert fly("bench", file, *QUICK, "--arms", "target,lookup").code == 0
     assert fly("bench", file, *QUICK, "--arms", "target,exact").code == 0
@@ -328,10 +341,10 @@ class Process:
             env=clean | environment,
         )
 
-    def end_after(self, rows: int, folder: Path, number: int) -> None:
+    def end_after(self, rows: int, folder: Path, number: int, name: str = "rows.jsonl") -> None:
         """Send the signal as soon as so many rows are on disk."""
         end = time.monotonic() + PATIENCE
-        path = folder / "rows.jsonl"
+        path = folder / name
         while not path.exists() or path.read_bytes().count(b"\n") < rows:
             assert time.monotonic() < end and self.process.poll() is None, self.process.communicate()
             time.sleep(0.01)
@@ -442,6 +455,20 @@ def test_two_processes_share_the_prompts_and_merge_their_rows_in_order(fly: Fly,
     assert [(row["prompt_id"], row["arm"]) for row in rows_in(shared)] == key
     assert rows_in(shared) == rows_in(alone)
     assert [path.name for path in shared.glob("rows*")] == ["rows.jsonl"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_process_that_ends_early_keeps_no_other_waiting(file: str, tmp_path: Path, rank: int) -> None:
+    out = tmp_path / "out"
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PAUSE": "0.02"}
+    asked = ["bench", file, *QUICK, "--json", "-q", "--out", str(out)]
+    both = [Process(*asked, RANK=str(number), **place) for number in range(2)]
+    both[rank].end_after(2, out, signal.SIGTERM, f"rows.rank{rank}.jsonl")
+    ended, other = both[rank].finish(), both[1 - rank].finish()
+    assert (ended.code, other.code) == (143, 1) and "Traceback" not in ended.err + other.err
+    assert ("the first process of this run is gone" if rank == 0 else "another process of this run ended") in other.err
+    assert 2 <= json.loads((ended, other)[rank == 1].out)["num_rows"] < 12
 
 
 def test_several_processes_need_a_folder(fly: Fly, file: str, monkeypatch: pytest.MonkeyPatch) -> None:

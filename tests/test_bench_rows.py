@@ -1,6 +1,7 @@
 """The results folder: what is on disk after a crash, and when a run may go on."""
 
 import json
+from unittest.mock import Mock
 
 import pytest
 
@@ -13,12 +14,14 @@ from fly_cli.bench_rows import (
     differences,
     failed_row,
     key_of,
+    make_folder,
     ok_row,
     read_header,
     read_rows,
     to_line,
+    write_whole,
 )
-from fly_cli.errors import UsageError
+from fly_cli.errors import FlyError, UsageError
 
 LABELS = {"category": "code", "subtask": None}
 HEADER = {"format": FORMAT, "arms": {"fly": {"draft_tokens": 15}}, "seed": 0, "sessions": [{"started": "monday"}]}
@@ -64,7 +67,21 @@ def test_a_file_of_nothing_but_half_a_line_starts_anew(tmp_path):
     assert [value["prompt_id"] for value in read_rows(tmp_path / "rows.jsonl")] == ["b"]
 
 
-@pytest.mark.parametrize("line", [b"{bad\n", b"[1]\n", b"{}\n"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{bad\n",
+        b"[1]\n",
+        b"{}\n",
+        b"[" * 100_000 + b"\n",
+        to_line({"prompt_id": "p", "arm": "fly", "repeat": 0, "turn": 0}),
+        to_line({"prompt_id": "p", "arm": "fly", "repeat": 0, "turn": 0, "status": "ok"}),
+        to_line(row() | {"prompt_id": ["p"]}),
+        to_line(row() | {"turn": None}),
+        to_line({name: value for name, value in row().items() if name != "decode_s"}),
+    ],
+    ids=range(9),
+)
 def test_a_whole_line_that_is_no_row_is_an_error_that_names_it(tmp_path, line):
     (tmp_path / "rows.jsonl").write_bytes(to_line(row()) + line)
     with pytest.raises(UsageError, match=r"rows.jsonl:2 is no row"):
@@ -114,6 +131,12 @@ def test_resume_with_other_settings_is_refused_and_says_which(tmp_path):
     assert "arms.fly.draft_tokens 15, now 5; seed 0, now 1" in caught.value.message
 
 
+def test_in_a_list_of_records_the_field_that_differs_is_named():
+    before, now = ({"weights": [{"source": "t", "sha256": "1"}, {"source": "d", "sha256": one}]} for one in "23")
+    assert differences(before, now) == ['weights.1.sha256 "2", now "3"']
+    assert differences(before, {"weights": [{"source": "t"}]})[0].startswith("weights [")
+
+
 def test_only_what_both_headers_have_is_compared_and_an_added_arm_counts():
     assert differences({"a": 1, "b": (1, 2)}, {"b": [1, 2], "c": 3}) == []
     assert differences({"arms": {"fly": {"k": 1}}}, {"arms": {"fly": {"k": 1}, "hf": {"k": 2}}}) == [
@@ -135,6 +158,25 @@ def test_a_folder_of_something_else_is_refused(tmp_path, content, message):
         (tmp_path / "settings.json").write_text(content)
     with pytest.raises(UsageError, match=message):
         begin(tmp_path, HEADER, resume=True)
+
+
+def test_a_folder_that_nothing_can_be_written_to_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(FlyError, match="cannot be made: not a directory"):
+        make_folder(tmp_path / "file" / "out")
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(FlyError, match="cannot be written to"):
+        make_folder(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_a_file_that_cannot_be_written_whole_leaves_the_old_one_and_nothing_else(tmp_path, monkeypatch, broken):
+    path = tmp_path / "summary.json"
+    write_whole(path, b"old")
+    monkeypatch.setattr(f"os.{broken}", Mock(side_effect=OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_in_place_of_the_folder_is_refused(tmp_path):

@@ -481,6 +481,23 @@ def test_markdown_has_the_tables_the_notes_the_rules_and_the_settings(tmp_path):
     assert json.loads(re.search(r"````json\n(.*)\n````", text, re.DOTALL)[1])["template"] == "```"
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["a|b", "# a", "\n# a", "$a$", "[a](b)", "![a](b)", "`a", "<b>", "&lt;", "~~a~~", "\\|", "a\r\nb", "\x1b[2Ja"],
+)
+def test_a_category_of_any_name_is_one_cell_of_plain_text(name):
+    rows = [make_row("a", arm, category=name) for arm in ("target", "fly")] + [
+        make_row("b", "target", category="other")
+    ]
+    text = to_markdown(summarise(HEADER, rows))
+    table = text[text.index("## Speed-up over target by category") :].split("\n\n")[1]
+    lines = table.splitlines()
+    assert len(lines) == 4 and text.count("\n# ") == 0 and "\x1b" not in text
+    cells = re.split(r"(?<!\\)(?:\\\\)*\|", lines[2])
+    assert len(cells) == 5
+    assert not re.search(r"[\\`*_{}\[\]<>|#~&$]", re.sub(r"\\.", "", cells[1]))
+
+
 # --- plots
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,11 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 from .. import score
 from ..bench_plan import NEED_DRAFT, WARMUP_TOKENS, Arm, Chosen, Plan
-from ..bench_rows import FORMAT, HEADER, Results, Row, begin, check_folder, read_header, to_json, write_whole
+from ..bench_rows import (
+    FORMAT,
+    HEADER,
+    Results,
+    Row,
+    begin,
+    check_folder,
+    make_folder,
+    read_header,
+    shortened,
+    to_json,
+    write_whole,
+)
 from ..catalog import Catalog
 from ..config import Effective
 from ..errors import FlyError, UsageError
-from ..processes import Processes
+from ..processes import ENDED_EARLY, Processes
 from ..prompts import Prompt
 from ..render import write
 from ..settings import LOOKUP
@@ -46,9 +59,19 @@ class Job:
 
     def run(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
         """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns."""
+        try:
+            self.run_share(catalog, as_json=as_json, keep=keep, plots=plots)
+        except BaseException:
+            with suppress(FlyError):
+                self.processes.announce(ENDED_EARLY)  # nobody waits for this one
+            raise
+
+    def run_share(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
+        """What this process does of the run."""
         first = self.processes.first
         if first:
             check_folder(self.folder, self.header(), resume=self.resume)
+            make_folder(self.folder)  # before the models load: what cannot be kept is not worth the wait
         pair = load(self.settings, catalog, self.talk)
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
             pair = self.with_assistant(pair)
@@ -164,7 +187,7 @@ class Job:
             for row in Results(self.folder).rows():
                 num_rows += 1
                 if row["status"] != "ok":
-                    errors.append(f"`{row['prompt_id']}` in `{row['arm']}`: {row['error']}")
+                    errors.append(f"`{shortened(row['prompt_id'])}` in `{row['arm']}`: {row['error']}")
                 yield row
 
         summary = report.summarise(read_header(self.folder), counted())

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from ..bench_rows import Key, Row
+from ..bench_rows import Key, Row, shortened
 from ..graphemes import visible_line
 from ..render import write
 from ..theme import ColorPolicy
@@ -48,7 +48,7 @@ class BenchView:
     def _summary(self, about: tuple[str, int]) -> str:
         arms = self._speeds.pop(about)
         speeds = [f"{arm} {tokens / seconds:.1f}" if seconds else f"{arm} -" for arm, (tokens, seconds) in arms.items()]
-        return f"{about[0]}: {', '.join(sorted(speeds))} tokens/s{self.time_left()}"
+        return f"{shortened(about[0])}: {', '.join(sorted(speeds))} tokens/s{self.time_left()}"
 
     def time_left(self) -> str:
         """How long the rest will take at the speed so far, with a comma before it; "" where nothing is known."""
