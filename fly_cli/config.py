@@ -1,4 +1,4 @@
-"""Effective settings and where each came from: defaults < YAML file < `FLY_*` environment < flags.
+"""Effective settings and where each came from: defaults < `fly tune` < YAML file < `FLY_*` environment < flags.
 
 The YAML file is flat: setting names as the flags have them with underscores, and two tables of names:
 
@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 from pathlib import Path
 from types import UnionType
@@ -35,6 +35,7 @@ from .settings import (
     check_choice,
     is_template_name,
 )
+from .tuned import Tuned
 
 COLORS = ("auto", "always", "never")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -64,9 +65,10 @@ class Layer(IntEnum):
     """Where a value came from; a higher layer wins."""
 
     DEFAULT = 0
-    FILE = 1
-    ENVIRONMENT = 2
-    FLAG = 3
+    TUNED = 1
+    FILE = 2
+    ENVIRONMENT = 3
+    FLAG = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,7 @@ class Config:
 
         def user_name(match: re.Match[str]) -> str:
             value = self.values.get(match[1])
-            if value is None or value.layer is Layer.DEFAULT:
+            if value is None or value.layer <= Layer.TUNED:
                 return match[0]
             return f"`{match[1]}` ({value.origin})" if value.layer is Layer.FILE else f"`{value.origin}`"
 
@@ -165,19 +167,23 @@ def load_config(
     return Config(values, tables["aliases"], tables["pairs"], path if found else None)
 
 
-def resolve(config: Config, catalog: Drafts) -> Effective:
-    """The settings objects, checked alone and together, with notes on what will have no effect."""
+def resolve(config: Config, catalog: Drafts, tuned: Sequence[Tuned] = ()) -> Effective:
+    """The settings objects, checked alone and together, with notes on what will have no effect.
+
+    `tuned` is what `fly tune` found on this machine.
+    """
     output = config.group(OutputSettings)
-    decode = config.group(DecodeSettings)
     device_map = read_device_map(config.values["device_map"])
     max_memory = check_max_memory(config.values["max_memory"])
     draft, note = choose_draft(config, catalog)
+    config = replace(config, values=with_tuned(config.values, str(draft.value), tuned))
+    decode = config.group(DecodeSettings)
     models = config.group(ModelSettings, device_map=device_map, max_memory=max_memory, draft=draft.value)
     check_device("draft_device", config.values["draft_device"])
     text = config.group(TextSettings, chat_template=read_template(config.values["chat_template"]))
     notes = [*note, *window_notes(config, decode), *idle_notes(config, decode, models)]
     values = {**config.values, "draft": draft}
-    if decode.entropy_threshold is not None and not config.given("entropy_threshold"):
+    if decode.entropy_threshold is not None and is_default(config.values["entropy_threshold"]):
         values["entropy_threshold"] = Value(decode.entropy_threshold, Layer.DEFAULT, f"default of {decode.entropy}")
     return Effective(decode, models, text, output, values, tuple(notes))
 
@@ -428,6 +434,21 @@ def choose_draft(config: Config, catalog: Drafts) -> tuple[Value, list[str]]:
         return Value(known, Layer.DEFAULT, origin), []
     note = f"no draft model is known for {target.value}, so drafts are copied from the text; name one with `--draft`"
     return Value(LOOKUP, Layer.DEFAULT, f"no draft known for {target.value}"), [note]
+
+
+def with_tuned(values: Mapping[str, Value], draft: str, tuned: Sequence[Tuned]) -> dict[str, Value]:
+    """The values, with what was tuned for this pair in the place of defaults."""
+    found = [one for one in tuned if (one.target, one.draft) == (values["target"].value, draft)]
+    changed = dict(values)
+    for one in found:
+        for name, value in one.settings.items():
+            if values[name].layer is Layer.DEFAULT and (name != "entropy_threshold" or is_default(values["entropy"])):
+                changed[name] = Value(convert(name, value, "`fly tune`"), Layer.TUNED, f"fly tune, {one.date}")
+    return changed
+
+
+def is_default(value: Value) -> bool:
+    return value.layer is Layer.DEFAULT
 
 
 def window_notes(config: Config, decode: DecodeSettings) -> list[str]:

@@ -19,6 +19,9 @@ from .schedule import CostTable, guess_costs
 from .storage import default_cache_dir
 
 MOST_ROWS = 64  # more rows are prefill
+MEASURED_ROWS = (1, 2, 4, 7, 8, 12, 16, 24, 32)
+CONTEXT = 192  # tokens before a measured block
+REPEATS = 5
 
 
 def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -> CostTable:
@@ -31,10 +34,32 @@ def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -
     return CostTable(stored["target"], stored["draft"] if draft else None)
 
 
-def store_costs(placements: Sequence[Placement], models: Sequence[CachedModel], cache_dir: Path | None = None) -> None:
-    """Mix what the models took in this run into the stored table, half and half. An unwritable cache is no error."""
+def measure_forwards(models: Sequence[CachedModel]) -> None:
+    """Run each model over blocks of the sizes that rounds have, behind a text of some length; it keeps the times."""
+    for model in models:
+        model.timings.clear()
+        text = [index % model.vocab_size for index in range(CONTEXT)]
+        for repeat in range(REPEATS):
+            for rows in MEASURED_ROWS:
+                block = [(repeat + index) % model.vocab_size for index in range(rows)]
+                model.read(text)  # an earlier block leaves the cache here
+                model.read(text + block, last=rows)
+        model.reset()
+
+
+def store_costs(
+    placements: Sequence[Placement],
+    models: Sequence[CachedModel],
+    cache_dir: Path | None = None,
+    *,
+    anew: bool = False,
+) -> None:
+    """Mix what the models took in this run into the stored table, half and half; `anew` forgets what was stored.
+
+    An unwritable cache is no error.
+    """
     file = costs_file(placements, cache_dir)
-    table = read(file)
+    table = {} if anew else read(file)
     for name, model in zip(("target", "draft"), models, strict=False):
         known = table.setdefault(name, {})
         for rows, seconds in model.timings.items():

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
-from .costs import load_costs, store_costs
+from .costs import load_costs, measure_forwards, store_costs
 from .cpu_linear import widen_linears
 from .errors import ModelError, UnsupportedModelError, out_of_memory
 from .placement import Placement, choose_dtype, gigabytes, plan, skeleton
@@ -55,9 +55,20 @@ class Pair:
             "versions": versions(),
         }
 
+    @property
+    def models(self) -> list[CachedModel]:
+        """The target, and the draft model if there is one."""
+        return [model for model in (self.target, self.draft) if model is not None]
+
     def remember_costs(self) -> None:
         """Keep what this run's forwards took, for the schedule of later runs."""
-        store_costs(self.placements, [model for model in (self.target, self.draft) if model is not None])
+        store_costs(self.placements, self.models)
+
+    def with_measured_costs(self) -> Pair:
+        """The pair with a cost table that is measured now, and kept for later runs."""
+        measure_forwards(self.models)
+        store_costs(self.placements, self.models, anew=True)
+        return replace(self, costs=load_costs(self.placements))
 
 
 def load_pair(

@@ -13,7 +13,7 @@ PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
     {"errors", "events", "progress"},
     {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"}
-    | {"score", "intervals"},
+    | {"score", "intervals", "tuned"},
     {
         "text",
         "detokenize",
@@ -28,7 +28,7 @@ RANKS = [
         "picture",
     }
     | {"bench_rows", "bench_plan"}
-    | {"trace", "figures", "report", "tables", "plots"},
+    | {"trace", "figures", "report", "tables", "plots", "tune"},
     {
         "storage",
         "hub",
@@ -51,7 +51,7 @@ RANKS = [
 RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
 WITHOUT_TORCH = ["errors", "events", "settings", "config", "verify", "schedule", "catalog", "prompts", "stats"]
 WITHOUT_TORCH += ["render", "trace", "theme", "commentary", "picture", "report", "cli"]
-WITHOUT_TORCH += ["bench_rows", "bench_plan", "processes", "machine"]
+WITHOUT_TORCH += ["bench_rows", "bench_plan", "processes", "machine", "tune", "tuned"]
 HEAVY = {"torch", "transformers", "accelerate"}
 
 

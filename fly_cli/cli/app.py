@@ -23,6 +23,7 @@ COMPLETION_VARIABLE = "_FLY_COMPLETE"  # set by the shell's completion script
 COMMANDS = {  # name -> one line of help; the function or Typer app of that name is in the module of that name
     "generate": "Answer a prompt, and show how each token got there.",
     "bench": "Measure how much faster a pair is than other ways to decode.",
+    "tune": "Find the settings that suit a pair on this machine, and keep them.",
     "pull": "Fetch models before they are needed.",
     "models": "List the models that have a name.",
     "replay": "Show a recorded run again.",

@@ -17,7 +17,6 @@ import typer
 
 from ..bench_plan import ARMS, DEFAULT_ARMS, STDIN, Chosen, Plan, choose_arms, choose_prompts
 from ..catalog import load_catalog
-from ..config import resolve
 from ..errors import UsageError
 from ..processes import join
 from ..prompts import read_stdin
@@ -166,7 +165,7 @@ def bench(
         if given and out is None:
             raise UsageError(f"`{flag}` needs a folder of results", hint="name it with `--out DIR`")
     catalog = load_catalog(layers.aliases, layers.pairs)
-    settings = resolve(layers, catalog)
+    settings = common.effective(layers, catalog)
     chosen_arms, notes = choose_arms(arms, partial(layers.group, DecodeSettings), sweep or ())
     processes = join(os.environ)
     if processes.world > 1 and out is None:

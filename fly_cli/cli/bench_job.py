@@ -57,22 +57,27 @@ class Job:
     resume: bool
     talk: Talk
 
-    def run(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
-        """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns."""
+    def run(
+        self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool = False, pair: Pair | None = None
+    ) -> None:
+        """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns.
+
+        `pair` is what the settings name, where it is loaded already.
+        """
         try:
-            self.run_share(catalog, as_json=as_json, keep=keep, plots=plots)
+            self.run_share(catalog, pair, as_json=as_json, keep=keep, plots=plots)
         except BaseException:
             with suppress(FlyError):
                 self.processes.announce(ENDED_EARLY)  # nobody waits for this one
             raise
 
-    def run_share(self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool) -> None:
+    def run_share(self, catalog: Catalog, pair: Pair | None, *, as_json: bool, keep: bool, plots: bool) -> None:
         """What this process does of the run."""
         first = self.processes.first
         if first:
             check_folder(self.folder, self.header(), resume=self.resume)
             make_folder(self.folder)  # before the models load: what cannot be kept is not worth the wait
-        pair = load(self.settings, catalog, self.talk)
+        pair = pair or load(self.settings, catalog, self.talk)
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
             pair = self.with_assistant(pair)
         if first:

@@ -13,11 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ..catalog import load_catalog
-from ..config import COLORS, DEFAULTS, TYPES, Config, Value, load_config, parse_max_memory
+from ..catalog import Catalog, load_catalog
+from ..config import COLORS, DEFAULTS, TYPES, Config, Effective, Value, load_config, parse_max_memory, resolve
 from ..errors import UsageError, out_of_memory
 from ..graphemes import visible_line
+from ..machine import processor_name
 from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
+from ..tuned import read_tuned
 from .process import is_same_file
 
 NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -311,6 +313,21 @@ def configure(parameters: Mapping[str, Any], file: Path | None) -> Config:
     if "max_memory" in flags:
         flags["max_memory"] = parse_max_memory(flags["max_memory"])
     return load_config(flags, environment=os.environ, default_file=default_config_file(), file=file)
+
+
+def effective(layers: Config, catalog: Catalog) -> Effective:
+    """The settings of a command, with what `fly tune` found on this machine."""
+    tuned = [one for one in read_tuned(tuned_file()) if one.machine == this_machine()]
+    return resolve(layers, catalog, tuned)
+
+
+def tuned_file() -> Path:
+    return default_config_file().with_name("tuned.yaml")
+
+
+def this_machine() -> str:
+    """What a tuning holds for: the processor, as far as it can be told without importing torch."""
+    return f"{processor_name()}, {os.cpu_count()} cores"
 
 
 def check_output(flag: str, path: Path, inputs: Iterable[Path | str | None]) -> None:

@@ -7,7 +7,6 @@ import sys
 import typer
 
 from ..catalog import load_catalog
-from ..config import resolve
 from ..render import write
 from . import common
 from .talk import Talk
@@ -24,7 +23,7 @@ def settings() -> None:
 def show(file: common.ConfigFile = None) -> None:
     """Print every setting with its origin, as YAML that can be copied into a config file."""
     layers = common.configure({}, file)
-    effective = resolve(layers, load_catalog(layers.aliases, layers.pairs))
+    effective = common.effective(layers, load_catalog(layers.aliases, layers.pairs))
     read = str(layers.file or f"{common.default_config_file()} (there is none)")
     lines = [f"# file: {common.yaml_comment(read)}", *common.format_values(effective.values)]
     for name, table in (("aliases", layers.aliases), ("pairs", layers.pairs)):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..catalog import Catalog, load_catalog
-from ..config import Effective, resolve
+from ..config import Effective
 from ..errors import FlyError, PromptError, UsageError
 from ..events import Started
 from ..progress import Progress
@@ -125,7 +125,7 @@ def generate(
     """
     layers = common.configure(context.params, config)
     catalog = load_catalog(layers.aliases, layers.pairs)
-    settings = resolve(layers, catalog)
+    settings = common.effective(layers, catalog)
     if as_json and as_jsonl:
         raise UsageError("`--json` and `--jsonl` exclude each other", hint="`--jsonl` gives a row for each prompt")
     if trace:

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from ..catalog import load_catalog
-from ..config import resolve
 from ..render import write
 from ..settings import LOOKUP
 from . import common
@@ -38,7 +37,7 @@ def pull(
 
     layers = common.configure(context.params, config)
     catalog = load_catalog(layers.aliases, layers.pairs)
-    settings = resolve(layers, catalog)
+    settings = common.effective(layers, catalog)
     pair = [name for name in (settings.models.target, settings.models.draft) if name not in (None, LOOKUP)]
     progress = Talk(settings.output).progress()
     for model in name or pair:

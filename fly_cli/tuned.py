@@ -1,0 +1,71 @@
+"""What `fly tune` found, kept in a file of the user's: one entry for each pair and machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .errors import FlyError, SettingsError
+
+TUNABLE = ("draft_tokens", "window_size", "draft_lookup", "entropy_threshold")
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was found for a pair on a machine."""
+
+    target: str
+    draft: str
+    machine: str
+    date: str
+    settings: Mapping[str, Any] = field(default_factory=dict)  # those to change, and to what
+    speedup_vs_target: float | None = None
+    num_prompts: int = 0
+
+
+def read_tuned(file: Path) -> list[Tuned]:
+    """All that was found, [] where nothing was. Raises `SettingsError` for a file that is not ours."""
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise unreadable(file) from error
+    try:
+        found = [Tuned(**entry) for entry in content or []]
+        if any(not isinstance(one.settings, dict) or not set(one.settings) <= set(TUNABLE) for one in found):
+            raise TypeError("settings that are not tuned")
+    except TypeError as error:
+        raise unreadable(file) from error
+    return found
+
+
+def unreadable(file: Path) -> SettingsError:
+    return SettingsError(f"`{file}` is not what `fly tune` writes", hint="remove it, and run `fly tune` again")
+
+
+def keep_tuned(file: Path, tuned: Tuned) -> None:
+    """Put the result among the others, in the place of an earlier one of the same pair and machine."""
+    others = [one for one in read_tuned(file) if not same_case(one, tuned)]
+    entries = yaml.safe_dump([asdict(one) for one in [*others, tuned]], sort_keys=False, allow_unicode=True)
+    text = f"# by `fly tune`: without its entry a pair has the defaults again\n{entries}"
+    scratch = file.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        scratch.write_text(
+            f"# by `fly tune`: without its entry a pair has the defaults again\n{text}", encoding="utf-8"
+        )
+        scratch.replace(file)
+    except OSError as error:
+        raise FlyError(
+            f"the result cannot be kept in `{file}`: {error.strerror}", hint="check the permissions of its folder"
+        ) from None
+
+
+def same_case(one: Tuned, other: Tuned) -> bool:
+    return (one.target, one.draft, one.machine) == (other.target, other.draft, other.machine)

@@ -1,0 +1,227 @@
+"""`fly tune`: what is tried, what is recommended, and how it reaches later runs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_helpers import raw_codec, scripted_pair
+from cli_helpers import Fly
+from test_config import configure, effective
+
+from fly_cli.config import Layer, resolve
+from fly_cli.errors import FlyError, SettingsError
+from fly_cli.models import Pair
+from fly_cli.report import summarise
+from fly_cli.settings import DecodeSettings
+from fly_cli.tune import BASE, changes_of, combined_arm, recommend, trial_arms
+from fly_cli.tuned import TUNABLE, Tuned, keep_tuned, read_tuned
+
+FOUND = Tuned("qwen-coder-1.5b", "qwen-coder-0.5b", "here", "2026-11-30", {"draft_tokens": 24}, 3.0, 7)
+build = partial(DecodeSettings)
+
+
+def rows_of(arm: str, seconds: float, *, right: bool = True, noise: float = 0.01, count: int = 12) -> list[dict]:
+    """An arm's rows: `seconds` for the 100 tokens of each answer, equal to the target's answer where `right`."""
+    dice = random.Random(arm)
+    return [
+        {
+            "prompt_id": f"p{n}",
+            "arm": arm,
+            "repeat": 0,
+            "turn": 0,
+            "status": "ok",
+            "category": "all",
+            "num_new_tokens": 101,
+            "num_first_tokens": 1,
+            "decode_s": seconds * (1 + noise * dice.uniform(-1, 1)),
+            "ttft_s": 0.1,
+            "ids": [1, 2] if right else [1, n],
+        }
+        for n in range(count)
+    ]
+
+
+def recommended(**seconds_of: Any) -> dict[str, Any]:
+    """What is recommended where the arms named by their change take so long; all others are as the defaults."""
+    arms = trial_arms(build)
+    given = {name.replace("__", "="): value for name, value in seconds_of.items()}
+    rows = []
+    for arm in arms:
+        seconds, more = given.get(arm.name.removeprefix("fly[").removesuffix("]"), 10.0), {}
+        if isinstance(seconds, tuple):
+            seconds, more = seconds
+        rows += rows_of(arm.name, 30.0 if arm.kind == "target" else seconds, **more)
+    return recommend(arms, summarise({"arms": [arm.name for arm in arms]}, rows), rows)
+
+
+# --- what is tried --------------------------------------------------------------------------------------------------
+
+
+def test_each_arm_changes_one_setting_of_those_in_effect():
+    arms = trial_arms(build)
+    assert [arm.name for arm in arms[:2]] == ["target", BASE]
+    changes = [changes_of(arm, arms[1].settings) for arm in arms[2:]]
+    assert all(len(change) == 1 for change in changes)
+    assert {name for change in changes for name in change} == set(TUNABLE)
+    assert len({arm.name for arm in arms}) == len(arms)
+
+
+def test_what_cannot_be_is_not_tried():
+    arms = trial_arms(partial(DecodeSettings, draft_tokens=8, window_size=4, draft_lookup=False, entropy="normalized"))
+    names = [arm.name for arm in arms[2:]]
+    assert names == ["fly[draft_tokens=24]", "fly[draft_lookup=true]"]  # a window of 8 does not fit
+
+
+def test_changes_go_together_in_one_arm():
+    arm = combined_arm(build, {"draft_tokens": 24, "draft_lookup": False})
+    assert (arm.settings.draft_tokens, arm.settings.draft_lookup) == (24, False)
+    assert arm.name == "fly[draft_tokens=24,draft_lookup=false]"
+
+
+# --- what is recommended --------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_recommended_where_nothing_is_faster():
+    assert recommended() == {}
+
+
+def test_a_change_that_is_faster_beyond_doubt_is_recommended_and_the_faster_of_two():
+    assert recommended(draft_tokens__24=9.0) == {"draft_tokens": 24}
+    assert recommended(draft_tokens__24=9.0, draft_tokens__8=8.0) == {"draft_tokens": 8}
+    assert recommended(draft_tokens__24=9.0, window_size__4=8.0) == {"draft_tokens": 24, "window_size": 4}
+
+
+def test_a_gain_within_the_noise_is_none():
+    assert recommended(draft_tokens__24=(9.8, {"noise": 0.3})) == {}
+
+
+def test_a_faster_change_with_worse_answers_is_not_recommended():
+    assert recommended(entropy_threshold__0_15=1.0) == {}  # no arm of that name
+    assert recommended(**{"window_size__4": (5.0, {"right": False})}) == {}
+
+
+def test_an_arm_that_failed_is_not_recommended():
+    arms = trial_arms(build)
+    rows = [row for arm in arms[:2] for row in rows_of(arm.name, 10.0)]
+    assert recommend(arms, summarise({"arms": [arm.name for arm in arms]}, rows), rows) == {}
+
+
+# --- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def test_a_result_comes_back_and_replaces_the_earlier_one_of_its_pair(tmp_path):
+    file = tmp_path / "deep" / "tuned.yaml"
+    assert read_tuned(file) == []
+    keep_tuned(file, FOUND)
+    other = replace(FOUND, machine="elsewhere")
+    keep_tuned(file, other)
+    newer = replace(FOUND, settings={"window_size": 4})
+    keep_tuned(file, newer)
+    assert read_tuned(file) == [other, newer]
+    assert [path.name for path in file.parent.iterdir()] == ["tuned.yaml"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[", "- 3", "a: b", "- {target: x}", "3", b"\xff\xfe\x00", "- []"],
+)
+def test_a_file_that_is_not_ours_is_refused_with_what_to_do(tmp_path, content):
+    file = tmp_path / "tuned.yaml"
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SettingsError, match="not what `fly tune` writes"):
+        read_tuned(file)
+
+
+def test_settings_that_are_not_tuned_are_refused(tmp_path):
+    file = tmp_path / "tuned.yaml"
+    keep_tuned(file, replace(FOUND, settings={"trust_remote_code": True}))
+    with pytest.raises(SettingsError):
+        read_tuned(file)
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FlyError, match="cannot be kept"):
+        keep_tuned(tmp_path / "file" / "tuned.yaml", FOUND)
+
+
+# --- how it reaches later runs --------------------------------------------------------------------------------------
+
+
+def test_what_was_tuned_stands_in_for_defaults_and_for_nothing_else(tmp_path):
+    class Book:
+        def draft_for(self, target: str) -> str:
+            return "qwen-coder-0.5b"
+
+    found = [replace(FOUND, settings={"draft_tokens": 24, "window_size": 4, "entropy_threshold": 0.6})]
+    result = resolve(configure(tmp_path, "window_size: 5\n"), Book(), found)
+    assert (result.decode.draft_tokens, result.decode.window_size) == (24, 5)
+    assert result.decode.entropy_threshold == 0.6
+    assert result.values["draft_tokens"].origin == "fly tune, 2026-11-30"
+    assert result.values["draft_tokens"].layer is Layer.TUNED
+    assert result.values["entropy_threshold"].value == 0.6
+    other = resolve(configure(tmp_path, "", target="llama-70b"), Book(), found)
+    assert other.decode.draft_tokens == effective(tmp_path, "").decode.draft_tokens
+    normalized = resolve(configure(tmp_path, "", entropy="normalized"), Book(), found)
+    assert normalized.decode.entropy_threshold == 0.05
+    exact = resolve(configure(tmp_path, "", mode="exact"), Book(), found)
+    assert exact.decode.entropy_threshold is None
+
+
+@pytest.fixture
+def fly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Fly]:
+    """`fly` on scripted models."""
+    made = Fly(monkeypatch, capsys, tmp_path, scripted=False)
+    pair = scripted_pair(raw_codec(raw=False))
+    monkeypatch.setattr("fly_cli.models.load_pair", lambda *given, **more: pair)
+    monkeypatch.setattr(Pair, "with_measured_costs", lambda self: self)
+    yield made
+    made.close()
+
+
+def test_a_tuning_shows_the_trade_off_and_keeps_what_was_found(fly, tmp_path, monkeypatch):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("hello")
+    monkeypatch.setattr("fly_cli.tune.recommend", lambda arms, summary, rows: {"draft_tokens": 24})
+    outcome = fly("tune", str(prompt), "-n", "6")
+    assert outcome.code == 0, outcome.err
+    assert "fly[draft_tokens=8]" in outcome.out and outcome.out.endswith("draft_tokens: 24\n")
+    (found,) = read_tuned(tmp_path / "tuned.yaml")
+    assert (found.target, found.settings, found.num_prompts) == ("qwen-coder-1.5b", {"draft_tokens": 24}, 1)
+    shown = fly("config", "show").out
+    line = next(line for line in shown.splitlines() if line.startswith("draft_tokens"))
+    assert line.split() == ["draft_tokens:", "24", "#", "fly", "tune,", found.date]
+
+
+def test_changes_that_do_not_pay_together_are_dropped(fly, tmp_path, monkeypatch):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("hello")
+    answers = iter([{"draft_tokens": 24, "window_size": 4}, {}])
+    monkeypatch.setattr("fly_cli.tune.recommend", lambda arms, summary, rows: next(answers))
+    outcome = fly("tune", str(prompt), "-n", "6", "--out", str(tmp_path / "out"))
+    assert outcome.code == 0 and "together they do not pay" in outcome.err
+    assert outcome.out.endswith("# nothing is faster beyond doubt than the settings in effect\n")
+    assert read_tuned(tmp_path / "tuned.yaml")[0].settings == {}
+    assert (tmp_path / "out" / "together" / "rows.jsonl").exists()
+
+
+def test_a_dry_run_keeps_nothing(fly, tmp_path, monkeypatch):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("hello")
+    assert fly("tune", str(prompt), "-n", "4", "--dry-run", "-q").code == 0
+    assert not (tmp_path / "tuned.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [([], "no prompts"), (["nowhere.txt"], "cannot read"), (["p.txt", "--resume"], "needs a folder")],
+)
+def test_bad_input_is_refused_before_anything_is_loaded(fly, arguments, message):
+    outcome = fly("tune", *arguments)
+    assert (outcome.code, outcome.out) == (2, "") and message in outcome.err
