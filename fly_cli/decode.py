@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .answer import Answer
 from .draft import COPIED_TOKENS, AdaptiveDrafter, Draft, Drafter, LookupDrafter, ModelDrafter
 from .errors import PromptError
-from .events import Drafted, Event, Round, Started, Token
+from .events import Drafted, Event, Round, Source, Started, Token
 from .evidence import measure
 from .prompts import Prompt
 from .sampling import Chooser
@@ -49,15 +49,16 @@ def decode(
     drafter = make_drafter(pair, chooser, settings)
     answer = Answer(codec, encoded.ids, settings, target.max_length)
 
-    def verify(draft_ids: Sequence[int]) -> Evidence:
+    def verify(draft: Draft) -> Evidence:
         return measure(
-            target.read(ids + list(draft_ids), last=len(draft_ids) + 1),
-            draft_ids,
+            target.read(ids + draft.ids, last=len(draft.ids) + 1),
+            draft.ids,
             position=len(ids),
             num_new_tokens=answer.num_tokens,
             chooser=chooser,
             settings=settings,
             protected_ids=codec.protected_ids,
+            copied=[source is Source.COPY for source in draft.sources],
             record=record,
         )
 
@@ -68,7 +69,7 @@ def decode(
         ids.extend(token.id for token in tokens)
         return tokens
 
-    (first,) = commit([], judge(verify([]), settings))
+    (first,) = commit([], judge(verify(Draft()), settings))
     yield Started(prompt.id, encoded.ids, first, answer.held, watch.lap(), settings.as_json(), encoded.notes)
     for index in count():
         if answer.finished:
@@ -84,7 +85,7 @@ def decode(
         yield Drafted(index, drafted)
         other_seconds += watch.lap()
 
-        evidence = verify(draft.ids)
+        evidence = verify(draft)
         verify_seconds = watch.lap()
         verdict = judge(evidence, settings)
         drafter.learn(draft, verdict)

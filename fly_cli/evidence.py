@@ -23,6 +23,7 @@ def measure(
     chooser: Chooser,
     settings: DecodeSettings,
     protected_ids: Set[int],
+    copied: Sequence[bool] = (),
     record: bool = False,
 ) -> Evidence:
     """Evidence of n drafted tokens from the target's n+1 logit rows, [n+1, V] in the model's dtype.
@@ -64,6 +65,7 @@ def measure(
         allowed=tuple(bool(x) for x in table[3]),
         protected=tuple(not protected_ids.isdisjoint((draft_ids[j], target_ids[j], top_ids[j])) for j in range(n)),
         num_new_tokens=num_new_tokens,
+        copied=tuple(copied),
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
 from .costs import load_costs, measure_forwards, store_costs
-from .cpu_linear import widen_linears
+from .cpu_linear import speed_up_linears
 from .errors import ModelError, UnsupportedModelError, out_of_memory
-from .placement import Placement, choose_dtype, gigabytes, plan, skeleton
+from .placement import Placement, Skeleton, choose_dtype, gigabytes, plan, skeleton
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
@@ -117,17 +117,34 @@ def assemble(
     )
     target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
     places = [place for place in (target_place, draft_place) if place is not None]
-    models = [
-        load_model(located, place, settings, progress)
-        if place.quantize == "none"
-        else load_int8(located, place, settings, progress)
-        for located, place in zip(folders, places, strict=True)
-    ]
+    models = load_models(folders, places, skeletons, settings, progress)
     cached = [
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
     ]
     return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places), load_costs(places))
+
+
+def load_models(
+    folders: Sequence[Located],
+    places: Sequence[Placement],
+    skeletons: Sequence[Skeleton],
+    settings: ModelSettings,
+    progress: Progress,
+) -> list[Any]:
+    """The models of these folders, placed. The target's layers are brought into shape while the draft is read."""
+    models = []
+    with ThreadPoolExecutor(1) as pool:
+        shaping = []
+        for located, place, empty in zip(folders, places, skeletons, strict=True):
+            if place.quantize == "none":
+                models.append(load_model(located, place, settings, progress))
+                shaping.append(pool.submit(speed_up_linears, models[-1]))
+            else:
+                models.append(load_int8(located, place, empty, settings, progress))
+        for one in shaping:
+            one.result()
+    return models
 
 
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
@@ -140,7 +157,9 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     (device,) = place.device_map.values()
     plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize="none")
     with quiet_libraries():
-        return replace(pair, assistant=load_model(located, plain, settings, progress or Silent()))
+        assistant = load_model(located, plain, settings, progress or Silent())
+    speed_up_linears(assistant)
+    return replace(pair, assistant=assistant)
 
 
 def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
@@ -174,23 +193,22 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
         progress.note(
             f"`{place.name}` has {len(unused)} weights that its config.json has no place for: {a_few(unused)}"
         )
-    widen_linears(model)
     return model.eval()
 
 
-def load_int8(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
-    """The model with int8 weights, from what an earlier run prepared, or prepared now."""
+def load_int8(located: Located, place: Placement, empty: Skeleton, settings: ModelSettings, progress: Progress) -> Any:
+    """The model with int8 weights, from what an earlier run prepared, or prepared now. Fills the skeleton."""
     file = prepared_file(located.path)
-    empty = partial(skeleton, place.name, located.path, trust_remote_code=settings.trust_remote_code)
     progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int8)", None)
     try:
         if (state := read_prepared(file)) is not None:
-            with suppress(ValueError):  # of another version of the library: prepared anew
-                return fill(empty().model, state)
+            try:
+                return fill(empty.model, state)
+            except ValueError:  # of another version of the library: prepared anew
+                empty = skeleton(place.name, located.path, trust_remote_code=settings.trust_remote_code)
     finally:
         progress.finish()
     state = None
-    # A quarter of the work is reading, so the placement's own dtype does not matter here.
     wide = replace(place, dtype=torch.bfloat16, quantize="none")
     model = load_model(located, wide, settings, progress)
     progress.start(f"preparing int8 weights of {place.name}, once", None)
@@ -199,7 +217,7 @@ def load_int8(located: Located, place: Placement, settings: ModelSettings, progr
         del model
         if not keep_prepared(file, state):
             progress.note(f"the int8 weights cannot be kept in `{file.parent}`: they are prepared again in each run")
-        return fill(empty().model, state)
+        return fill(empty.model, state)
     finally:
         progress.finish()
 

@@ -36,6 +36,7 @@ class Int8Linear(nn.Module):
 
     def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None):
         super().__init__()
+        self.weight_bytes = weight.numel() + 4 * scale.numel()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # quantised tensors are deprecated, their kernels are not
             zeros = torch.zeros(len(scale), dtype=torch.long)

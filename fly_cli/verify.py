@@ -34,11 +34,12 @@ class Evidence:
     allowed: tuple[bool, ...]  # [n] the target could have produced draft_ids[j]: finite logit after warping
     protected: tuple[bool, ...]  # [n] draft, target or top id is an end, pad, special or tag token
     num_new_tokens: int  # new tokens committed before this block, the prefill token included
+    copied: tuple[bool, ...] = ()  # [n] copied from the text, not chosen by a draft model; empty: none
 
     def __post_init__(self) -> None:
         n = len(self.draft_ids)
         rows = (len(self.target_ids), len(self.top_ids), len(self.entropies), len(self.allowed), len(self.protected))
-        if rows != (n + 1, n + 1, n, n, n):
+        if rows != (n + 1, n + 1, n, n, n) or len(self.copied) not in (0, n):
             raise ValueError(f"evidence of {n} drafted tokens has rows {rows}")
 
     @property
@@ -55,6 +56,7 @@ class Rejection(StrEnum):
     NO_WINDOW = "no window"  # b: too few drafted tokens follow
     SECOND_MISMATCH = "second mismatch"  # c: the target corrects within the window
     PROTECTED = "protected"  # d: an end, pad, special or tag token is involved
+    COPIED = "copied"  # copied text is no model's opinion, and whatever follows it in the copy matches by itself
     IMPOSSIBLE = "impossible"  # e: the target cannot produce the drafted token
     FIRST_TOKENS = "first tokens"  # e: among the first `strict_first` new tokens
 
@@ -92,6 +94,8 @@ def why_rejected(evidence: Evidence, j: int, rules: Rules) -> Rejection | None:
         return Rejection.STRICT
     if evidence.protected[j]:
         return Rejection.PROTECTED
+    if evidence.copied and evidence.copied[j]:
+        return Rejection.COPIED
     if not evidence.allowed[j]:
         return Rejection.IMPOSSIBLE
     if evidence.num_new_tokens + j < rules.strict_first:

@@ -109,7 +109,9 @@ def test_exact_mode_writes_what_target_mode_writes(name, draft_tokens, schedule,
 
 def test_a_model_that_drafts_for_itself_is_always_right():
     for changes in ({}, {"temperature": 1.0, "seed": 4}):
-        events = run(PAIRS["same"], mode="exact", max_new_tokens=80, draft_tokens=7, **changes)
+        events = run(
+            PAIRS["same"], mode="exact", max_new_tokens=80, draft_tokens=7, draft_schedule="constant", **changes
+        )
         rounds = [event for event in events if isinstance(event, Round)]
         assert all(event.verdict.rejection is None for event in rounds)
         assert {len(event.drafted) for event in rounds[:-1]} == {7}
@@ -119,6 +121,16 @@ def test_an_entropy_threshold_that_nothing_reaches_makes_fly_exact():
     for changes in ({"entropy_threshold": 100.0}, {"window_size": 15}):
         fly = run(PAIRS["good"], mode="fly", max_new_tokens=60, **changes)
         assert ids_of(fly) == ids_of(run(PAIRS["good"], mode="target", max_new_tokens=60))
+
+
+def test_copied_text_is_never_deferred_for_it_is_no_models_opinion():
+    open_gate = {"entropy_threshold": 0.0, "window_size": 1, "strict_first": 0, "max_new_tokens": 80}
+    for schedule in ("constant", "adaptive"):
+        events = run(PAIRS["lookup"], "the an in the an in the", mode="fly", draft_schedule=schedule, **open_gate)
+        assert Origin.DEFERRED not in origins_of(events)
+        assert ids_of(events) == ids_of(
+            run(PAIRS["lookup"], "the an in the an in the", mode="target", max_new_tokens=80)
+        )
 
 
 def test_an_open_gate_defers_and_changes_the_text():

@@ -1,4 +1,4 @@
-"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` with a shut one, `p` protected, `i` impossible."""
+"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` with a shut one, `p` protected, `i` impossible, `c` copied."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -29,6 +29,7 @@ def evidence(drawing: str, num_new_tokens: int = 100) -> Evidence:
         allowed=tuple(sign != "i" for sign in drawing),
         protected=tuple(sign == "p" for sign in drawing),
         num_new_tokens=num_new_tokens,
+        copied=tuple(sign == "c" for sign in drawing) if "c" in drawing else (),
     )
 
 
@@ -69,6 +70,9 @@ def walk(drawing: str, rules: Rules | None = None, **more: int) -> str:
         ("=x======x======", "=d======d======B"),
         # rule d: protected tokens, also with everything else in favour
         ("==p======", "==C"),
+        # copied text is no model's opinion
+        ("==c======", "==C"),
+        ("==x======c", "==d======C"),
         # rule e: what the target cannot produce
         ("==i======", "==C"),
     ],

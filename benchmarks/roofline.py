@@ -1,0 +1,80 @@
+"""How near the forwards of a pair are to what this machine's memory allows.
+
+python benchmarks/roofline.py [--target ...] [--draft ...]
+
+A forward over few rows must read every weight of the layers once, and the keys and values of the text so far; its
+floor is these bytes over the memory's bandwidth, which is measured here by adding up a large array. Prints a Markdown
+table: rows, milliseconds (median), the floor, and the share of it that is reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from fly_cli import ModelSettings, load_pair
+from fly_cli.cached_model import CachedModel
+from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_forwards
+from fly_cli.machine import processor_name
+from fly_cli.quantized import Int8Linear
+
+BUFFER_BYTES = 1_600_000_000
+REPEATS = 7
+
+
+def bandwidth() -> float:
+    """Bytes per second that a plain sum reads: the best of some tries."""
+    buffer = torch.ones(BUFFER_BYTES // 4)
+    best = float("inf")
+    for _ in range(REPEATS):
+        began = perf_counter()
+        buffer.sum()
+        best = min(best, perf_counter() - began)
+    return BUFFER_BYTES / best
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all weights that a forward reads whole: embeddings are looked up, a row a token."""
+    looked_up = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
+    head = model.get_output_embeddings()
+    tied = head is not None and id(getattr(head, "weight", None)) in looked_up
+    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in looked_up)
+    packed = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, Int8Linear))
+    return plain + packed + (head.weight.numel() * head.weight.element_size() if tied else 0)
+
+
+def cache_bytes(model: CachedModel) -> int:
+    """Bytes of the keys and values of `CONTEXT` tokens."""
+    model.read([index % model.vocab_size for index in range(CONTEXT)])
+    layers = model._cache.layers
+    size = sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
+    model.reset()
+    return size
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--target", default=ModelSettings().target)
+    parser.add_argument("--draft", default=ModelSettings().draft)
+    pair = load_pair(ModelSettings(**vars(parser.parse_args())))
+    speed = bandwidth()
+    print(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {speed / 1e9:.1f} GB/s\n")
+    measure_forwards(pair.models)
+    print("| model | bytes | " + " | ".join(f"{rows} rows" for rows in MEASURED_ROWS) + " | floor | reached at 1 |")
+    print("|--" * (len(MEASURED_ROWS) + 4) + "|")
+    for model in pair.models:
+        times = [median(model.timings[rows]) for rows in MEASURED_ROWS]
+        size = weight_bytes(model.model) + cache_bytes(model)
+        cells = [f"{1000 * seconds:.0f} ms" for seconds in times]
+        share = size / speed / times[0]
+        print(
+            f"| {model.name} | {size / 1e9:.2f} GB | {' | '.join(cells)} | {1000 * size / speed:.0f} ms | {share:.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
