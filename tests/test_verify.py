@@ -1,4 +1,7 @@
-"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` with a shut one, `p` protected, `i` impossible, `c` copied."""
+"""The walk, drawn: `=` match, `x` mismatch with an open gate, `!` with a shut one.
+
+`p` protected, `i` impossible, `c` copied from the text.
+"""
 
 from dataclasses import dataclass
 from itertools import pairwise
