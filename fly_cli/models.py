@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -115,14 +116,36 @@ def assemble(
         end_ids=ends[0],
         vocab_rows=skeletons[0].model.config.get_text_config(decoder=True).vocab_size,
     )
-    target_place, draft_place = plan(skeletons[0], skeletons[1] if with_draft else None, settings)
-    places = [place for place in (target_place, draft_place) if place is not None]
-    models = load_models(folders, places, skeletons, settings, progress)
+    load = partial(place_and_load, folders, codec, settings, progress)
+    try:
+        cached, places = load(skeletons)
+    except AttributeError:  # the code of such a model does not leave its layers' weights to the layers
+        progress.note(f"{' or '.join(names)} looks at the weights of its layers, and so runs without the faster ones")
+        skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
+        cached, places = load(skeletons, plain_layers=True)
+    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, places, load_costs(places))
+
+
+def place_and_load(
+    folders: Sequence[Located],
+    codec: Codec,
+    settings: ModelSettings,
+    progress: Progress,
+    skeletons: Sequence[Skeleton],
+    *,
+    plain_layers: bool = False,
+) -> tuple[list[CachedModel], tuple[Placement, ...]]:
+    """The models, the target first, each run once to see that it can be, and where they are."""
+    if plain_layers:
+        settings = replace(settings, draft_quantize="none")
+    target_place, draft_place = plan(skeletons[0], skeletons[1] if len(skeletons) > 1 else None, settings)
+    places = tuple(place for place in (target_place, draft_place) if place is not None)
+    models = load_models(folders, places, skeletons, settings, progress, plain_layers=plain_layers)
     cached = [
         CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
         for model, place in zip(models, places, strict=True)
     ]
-    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, tuple(places), load_costs(places))
+    return cached, places
 
 
 def load_models(
@@ -131,6 +154,8 @@ def load_models(
     skeletons: Sequence[Skeleton],
     settings: ModelSettings,
     progress: Progress,
+    *,
+    plain_layers: bool = False,
 ) -> list[Any]:
     """The models of these folders, placed. The target's layers are brought into shape while the draft is read."""
     models = []
@@ -139,7 +164,8 @@ def load_models(
         for located, place, empty in zip(folders, places, skeletons, strict=True):
             if place.quantize == "none":
                 models.append(load_model(located, place, settings, progress))
-                shaping.append(pool.submit(speed_up_linears, models[-1]))
+                if not plain_layers:
+                    shaping.append(pool.submit(speed_up_linears, models[-1]))
             else:
                 models.append(load_int8(located, place, empty, settings, progress))
         for one in shaping:

@@ -5,6 +5,7 @@ import pytest
 import torch
 from models_for_tests import byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
 
 from fly_cli import models, placement
 from fly_cli.api import generate
@@ -51,6 +52,23 @@ def test_a_pair_describes_itself_in_json_values(tiny_pair_dirs):
     described = json.loads(json.dumps(load(*tiny_pair_dirs).describe()))
     assert described["versions"]["torch"] == torch.__version__.split("+")[0] or "+" in torch.__version__
     assert described["stop_ids"] == [381, 383] or 383 in described["stop_ids"]
+
+
+def test_a_model_that_looks_at_the_weights_of_its_layers_runs_with_plain_ones(tiny_pair_dirs, monkeypatch):
+    usual = LlamaForCausalLM.forward
+
+    def curious(self, *args, **kwargs):
+        assert self.lm_head.weight.ndim == 2
+        return usual(self, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", curious)
+    notes = []
+    monkeypatch.setattr(Silent, "note", lambda self, text: notes.append(text))
+    target, draft = tiny_pair_dirs
+    pair = load(target, draft, dtype="bfloat16")
+    assert [place.quantize for place in pair.placements] == ["none", "none"]
+    assert all(type(model.model.lm_head) is torch.nn.Linear for model in pair.models)
+    assert len(notes) == 1 and "runs without the faster ones" in notes[0]
 
 
 def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path, caplog):
