@@ -15,6 +15,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from .events import Origin
@@ -53,11 +54,15 @@ class CostTable:
 
     def verify_seconds(self, drafted: int) -> float:
         """A target forward that checks `drafted` tokens, which has a row more."""
-        return interpolate(self.target, drafted + 1)
+        return interpolate(self._rising["target"], drafted + 1)
 
     def step_seconds(self, rows: int = 1) -> float:
         """A draft model's forward."""
-        return interpolate(self.draft, rows) if self.draft else 0.0
+        return interpolate(self._rising["draft"], rows) if self.draft else 0.0
+
+    @cached_property
+    def _rising(self) -> dict[str, Mapping[int, float]]:
+        return {"target": rising(self.target), "draft": rising(self.draft or {})}
 
     @property
     def digest(self) -> str:
@@ -77,6 +82,23 @@ class CostTable:
         if target is None:
             raise ValueError("a cost table without costs of the target")
         return cls(target, draft)
+
+
+def rising(points: Mapping[int, float]) -> dict[int, float]:
+    """The nearest points that never fall: measured times are noisy, and more rows are no less work.
+
+    Isotonic regression by pooling adjacent violators.
+    """
+    pools: list[list[tuple[int, float]]] = []
+
+    def mean(pool: Sequence[tuple[int, float]]) -> float:
+        return sum(seconds for _, seconds in pool) / len(pool)
+
+    for point in sorted(points.items()):
+        pools.append([point])
+        while len(pools) > 1 and mean(pools[-2]) > mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return {rows: mean(pool) for pool in pools for rows, _ in pool}
 
 
 def interpolate(points: Mapping[int, float], rows: int) -> float:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly_cli.events import Origin
-from fly_cli.schedule import Adaptive, CostTable, Way, guess_costs, interpolate, room_for_draft
+from fly_cli.schedule import Adaptive, CostTable, Way, guess_costs, interpolate, rising, room_for_draft
 from fly_cli.verify import Rejection, Verdict
 
 CHEAP_ROWS = CostTable({1: 1.0, 16: 1.3}, {1: 0.2})  # a machine with matrix units
@@ -181,6 +181,18 @@ def test_more_rows_never_cost_less_between_two_points_of_a_rising_table(points, 
 def test_a_table_comes_back_from_json():
     for table in (guess_costs(4, 1), CostTable({1: 0.5})):
         assert CostTable.from_json(table.as_json()) == table
+
+
+@given(st.dictionaries(st.integers(1, 64), st.floats(0.001, 10), min_size=1, max_size=8), st.integers(0, 70))
+def test_by_a_noisy_table_more_rows_never_cost_less(points, drafted):
+    table = CostTable(points)
+    assert table.verify_seconds(drafted) <= table.verify_seconds(drafted + 1) + 1e-9
+    assert sum(rising(points).values()) == pytest.approx(sum(points.values()))
+
+
+def test_a_table_that_rises_is_taken_as_it_is():
+    assert rising({4: 2.0, 1: 1.0, 2: 1.0}) == {1: 1.0, 2: 1.0, 4: 2.0}
+    assert rising({1: 3.0, 2: 1.0, 4: 5.0}) == {1: 2.0, 2: 2.0, 4: 5.0}
 
 
 def test_a_table_has_a_name_that_changes_with_its_numbers():
