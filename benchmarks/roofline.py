@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from fly_cli import ModelSettings, load_pair
-from fly_cli.cached_model import CachedModel
-from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_forwards
+from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_costs
+from fly_cli.cpu_linear import PackedLinear
 from fly_cli.machine import processor_name
+from fly_cli.placement import PLANNED_TOKENS
 from fly_cli.quantized import Int8Linear
 
 BUFFER_BYTES = 1_600_000_000
@@ -40,20 +41,11 @@ def bandwidth() -> float:
 def weight_bytes(model: nn.Module) -> int:
     """Bytes of all weights that a forward reads whole: embeddings are looked up, a row a token."""
     looked_up = {id(layer.weight) for layer in model.modules() if isinstance(layer, nn.Embedding)}
-    head = model.get_output_embeddings()
-    tied = head is not None and id(getattr(head, "weight", None)) in looked_up
-    plain = sum(p.numel() * p.element_size() for p in model.parameters() if id(p) not in looked_up)
-    packed = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, Int8Linear))
-    return plain + packed + (head.weight.numel() * head.weight.element_size() if tied else 0)
-
-
-def cache_bytes(model: CachedModel) -> int:
-    """Bytes of the keys and values of `CONTEXT` tokens."""
-    model.read([index % model.vocab_size for index in range(CONTEXT)])
-    layers = model._cache.layers
-    size = sum(part.numel() * part.element_size() for layer in layers for part in (layer.keys, layer.values))
-    model.reset()
-    return size
+    head = getattr(model.get_output_embeddings(), "weight", None)  # packed and int8 heads have none
+    tied = head is not None and id(head) in looked_up
+    plain = sum(p.nbytes for p in model.parameters() if id(p) not in looked_up)
+    packed = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, Int8Linear | PackedLinear))
+    return plain + packed + (head.nbytes if tied else 0)
 
 
 def main() -> None:
@@ -61,14 +53,16 @@ def main() -> None:
     parser.add_argument("--target", default=ModelSettings().target)
     parser.add_argument("--draft", default=ModelSettings().draft)
     pair = load_pair(ModelSettings(**vars(parser.parse_args())))
+    if any(place.device_map != {"": torch.device("cpu")} for place in pair.placements):
+        raise SystemExit("this measures the memory of the CPU, and the models are not there alone")
     speed = bandwidth()
     print(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {speed / 1e9:.1f} GB/s\n")
-    measure_forwards(pair.models)
+    measure_costs(pair.models)
     print("| model | bytes | " + " | ".join(f"{rows} rows" for rows in MEASURED_ROWS) + " | floor | reached at 1 |")
     print("|--" * (len(MEASURED_ROWS) + 4) + "|")
-    for model in pair.models:
+    for model, place in zip(pair.models, pair.placements, strict=True):
         times = [median(model.timings[rows]) for rows in MEASURED_ROWS]
-        size = weight_bytes(model.model) + cache_bytes(model)
+        size = weight_bytes(model.model) + place.cache_bytes * CONTEXT // PLANNED_TOKENS
         cells = [f"{1000 * seconds:.0f} ms" for seconds in times]
         share = size / speed / times[0]
         print(

@@ -126,9 +126,8 @@ def warm_up(pair: Pair, plan: Plan, times: int) -> Iterator[str]:
 
 def forget(pair: Pair) -> None:
     """Empty both caches."""
-    for model in (pair.target, pair.draft):
-        if model is not None:
-            model.reset()
+    for model in pair.models:
+        model.reset()
 
 
 def release_memory() -> None:

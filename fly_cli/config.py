@@ -35,7 +35,7 @@ from .settings import (
     check_choice,
     is_template_name,
 )
-from .tuned import Tuned
+from .tuned import Tuned, how_loaded
 
 COLORS = ("auto", "always", "never")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -134,6 +134,7 @@ class Effective:
     output: OutputSettings
     values: Mapping[str, Value]  # as in `Config`, dependent defaults filled in
     notes: tuple[str, ...]  # things the user should know, one line each
+    layers: Config  # what they were made from, with what was tuned
 
 
 def load_config(
@@ -181,11 +182,11 @@ def resolve(config: Config, catalog: Drafts, tuned: Sequence[Tuned] = ()) -> Eff
     models = config.group(ModelSettings, device_map=device_map, max_memory=max_memory, draft=draft.value)
     check_device("draft_device", config.values["draft_device"])
     text = config.group(TextSettings, chat_template=read_template(config.values["chat_template"]))
-    notes = [*note, *window_notes(config, decode), *idle_notes(config, decode, models)]
+    notes = [*note, *window_notes(config, decode, models), *idle_notes(config, decode, models)]
     values = {**config.values, "draft": draft}
     if decode.entropy_threshold is not None and is_default(config.values["entropy_threshold"]):
         values["entropy_threshold"] = Value(decode.entropy_threshold, Layer.DEFAULT, f"default of {decode.entropy}")
-    return Effective(decode, models, text, output, values, tuple(notes))
+    return Effective(decode, models, text, output, values, tuple(notes), config)
 
 
 # --- layers ---------------------------------------------------------------------------------------------------------
@@ -437,13 +438,20 @@ def choose_draft(config: Config, catalog: Drafts) -> tuple[Value, list[str]]:
 
 
 def with_tuned(values: Mapping[str, Value], draft: str, tuned: Sequence[Tuned]) -> dict[str, Value]:
-    """The values, with what was tuned for this pair in the place of defaults."""
-    found = [one for one in tuned if (one.target, one.draft) == (values["target"].value, draft)]
+    """The values, with what was tuned for this pair, loaded so, in the place of defaults.
+
+    A tuned window or draft length that does not fit what is given by hand stays out.
+    """
+    loaded = how_loaded({name: value.value for name, value in values.items()})
     changed = dict(values)
-    for one in found:
+    for one in tuned:
+        if (one.target, one.draft, one.models) != (values["target"].value, draft, loaded):
+            continue
         for name, value in one.settings.items():
-            if values[name].layer is Layer.DEFAULT and (name != "entropy_threshold" or is_default(values["entropy"])):
+            if is_default(values[name]) and (name != "entropy_threshold" or is_default(values["entropy"])):
                 changed[name] = Value(convert(name, value, "`fly tune`"), Layer.TUNED, f"fly tune, {one.date}")
+    if changed["window_size"].value >= changed["draft_tokens"].value:
+        changed |= {name: values[name] for name in ("window_size", "draft_tokens")}
     return changed
 
 
@@ -451,10 +459,10 @@ def is_default(value: Value) -> bool:
     return value.layer is Layer.DEFAULT
 
 
-def window_notes(config: Config, decode: DecodeSettings) -> list[str]:
+def window_notes(config: Config, decode: DecodeSettings, models: ModelSettings) -> list[str]:
     """A note where no window fits in a draft. Raises `SettingsError` where both were given so by hand."""
     k, window = decode.draft_tokens, decode.window_size
-    if decode.mode != "fly" or window < k or k == 0:
+    if decode.mode != "fly" or window < k or k == 0 or models.draft == LOOKUP:
         return []
     if len(config.given("draft_tokens", "window_size")) == 2:
         raise config.blame(
@@ -479,7 +487,7 @@ def idle_notes(config: Config, decode: DecodeSettings, models: ModelSettings) ->
         (decode.mode == "target", "in mode target", (*drafting, *relaxed)),
         (decode.mode == "exact", "in mode exact", relaxed),
         (decode.mode == "fly" and decode.entropy == "normalized", "with normalized entropy", ("entropy_top_k",)),
-        (decode.mode != "target" and models.draft == LOOKUP, "without a draft model", of_model),
+        (decode.mode != "target" and models.draft == LOOKUP, "without a draft model", (*of_model, *relaxed)),
         (decode.temperature == 0, "at temperature 0", ("top_p", "top_k", "seed")),
     ]
     notes = []

@@ -34,8 +34,8 @@ def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -
     return CostTable(stored["target"], stored["draft"] if draft else None)
 
 
-def measure_forwards(models: Sequence[CachedModel]) -> None:
-    """Run each model over blocks of the sizes that rounds have, behind a text of some length; it keeps the times."""
+def measure_costs(models: Sequence[CachedModel]) -> CostTable:
+    """Run each model over blocks of the sizes that rounds have, behind a text of some length: the median times."""
     for model in models:
         model.timings.clear()
         text = [index % model.vocab_size for index in range(CONTEXT)]
@@ -45,6 +45,8 @@ def measure_forwards(models: Sequence[CachedModel]) -> None:
                 model.read(text)  # an earlier block leaves the cache here
                 model.read(text + block, last=rows)
         model.reset()
+    tables = [{rows: median(model.timings[rows]) for rows in MEASURED_ROWS} for model in models]
+    return CostTable(tables[0], tables[1] if len(tables) > 1 else None)
 
 
 def store_costs(

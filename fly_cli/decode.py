@@ -42,6 +42,8 @@ def decode(
     if isinstance(prompt, str):
         prompt = Prompt(id="prompt", messages=None, text=prompt)
     codec, target = pair.codec, pair.target
+    for model in pair.models:
+        model.reset()  # what an earlier prompt left would be other blocks of rows, and so other rounding
     encoded = codec.encode(prompt)
     ids = list(encoded.ids)
     room_for_prompt(len(ids), target.max_length)
@@ -70,7 +72,16 @@ def decode(
         return tokens
 
     (first,) = commit([], judge(verify(Draft()), settings))
-    yield Started(prompt.id, encoded.ids, first, answer.held, watch.lap(), settings.as_json(), encoded.notes)
+    yield Started(
+        prompt_id=prompt.id,
+        prompt_ids=encoded.ids,
+        first=first,
+        held=answer.held,
+        prefill_seconds=watch.lap(),
+        settings=settings.as_json(),
+        notes=encoded.notes,
+        cost_table=pair.costs.digest,
+    )
     for index in count():
         if answer.finished:
             break

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from .cached_model import CachedModel
 from .events import Source
+from .evidence import to_host
 from .lookup import NgramIndex
 from .sampling import Chooser
 from .schedule import Adaptive, Way
@@ -98,10 +99,9 @@ class ModelDrafter:
 
         `goes_on` is asked after each forward, with the confidences so far and the limit, whether another one pays.
         """
-        if why_not := self._out_of_reach(ids):
+        if why_not := self.out_of_reach(ids):
             draft = self.fallback.propose(ids, limit)
-            draft.notes = () if self._noted else (f"{why_not}: drafting goes on with prompt lookup alone",)
-            self._noted = True
+            draft.notes = self.note_once(why_not)
             return draft
         if self.model.max_length is not None:
             limit = min(limit, self.model.max_length - len(ids))
@@ -115,10 +115,14 @@ class ModelDrafter:
             warped = self.chooser.warp(self.model.read(sequence + copied, last=len(copied) + 1))
             chosen = self.chooser.choose(warped, len(sequence))
             draft.steps.append(len(copied) + 1)
-            ended = self._extend(draft, copied, chosen.tolist())
-            if goes_on is not None:
-                certain = warped.float().softmax(dim=-1).gather(-1, chosen[:, None])[:, 0].tolist()
-                draft.confidences += certain[: len(draft.ids) - len(draft.confidences)]
+            if goes_on is None:
+                ended = self._extend(draft, copied, chosen.tolist())
+            else:
+                log_weights = warped.float()
+                certain = log_weights.gather(-1, chosen[:, None])[:, 0] - log_weights.logsumexp(dim=-1)
+                tokens, confidences = to_host([chosen, certain.exp()])
+                ended = self._extend(draft, copied, list(map(int, tokens)))
+                draft.confidences += confidences[: len(draft.ids) - len(draft.confidences)]
                 ended = ended or not goes_on(draft.confidences, limit)
             if ended:
                 break
@@ -138,7 +142,14 @@ class ModelDrafter:
                 break
         return False
 
-    def _out_of_reach(self, ids: Sequence[int]) -> str | None:
+    def note_once(self, why_not: str) -> tuple[str, ...]:
+        """What the user is told when the model steps aside, the first time."""
+        notes = () if self._noted else (f"{why_not}: drafting goes on with prompt lookup alone",)
+        self._noted = True
+        return notes
+
+    def out_of_reach(self, ids: Sequence[int]) -> str | None:
+        """Why the model cannot draft behind these ids; None if it can."""
         if self.model.max_length is not None and len(ids) >= self.model.max_length:
             return f"the text is longer than the draft model's context of {self.model.max_length} tokens"
         if max(ids) >= self.model.vocab_rows:
@@ -162,12 +173,14 @@ class AdaptiveDrafter:
     def propose(self, ids: list[int], limit: int) -> Draft:
         """The draft of this round, of at most `limit` ids; empty where plain decoding is faster."""
         self._copied = copied = self.copier.propose(ids, limit) if self.copier else Draft()
-        way, length = self.policy.choose(limit, copied.match_length, len(copied.ids))
+        why_not = self.model.out_of_reach(ids) if self.model else None
+        way, length = self.policy.choose(limit, copied.match_length, len(copied.ids), with_model=why_not is None)
         if way is Way.MODEL and self.model is not None:
             return self.model.propose(ids, length, self.policy.goes_on)
+        notes = self.model.note_once(why_not) if self.model and why_not else ()
         if way is Way.COPY:
-            return replace(copied, ids=copied.ids[:length], sources=copied.sources[:length])
-        return Draft()
+            return replace(copied, ids=copied.ids[:length], sources=copied.sources[:length], notes=notes)
+        return Draft(notes=notes)
 
     def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Hear what became of the last draft."""

@@ -77,6 +77,7 @@ class Started:
     prefill_seconds: float  # start of the run to the first token on the host: time to first token
     settings: Mapping[str, Any]  # effective decode settings, as JSON values
     notes: tuple[str, ...] = ()  # things the user should know, one line each
+    cost_table: str = ""  # digest of the table that adaptive drafting went by
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,8 +28,9 @@ def measure(
 ) -> Evidence:
     """Evidence of n drafted tokens from the target's n+1 logit rows, [n+1, V] in the model's dtype.
 
-    Row j predicts absolute position `position + j`. Entropies are of the raw logits, in fp32; only mismatched rows
-    have one, unless `record` asks for all. Raises `DecodeError` for a row with NaN or without a finite peak.
+    Row j predicts absolute position `position + j`. Entropies are of the raw logits, in fp32; only mismatches
+    that were not copied have one, unless `record` asks for all. Raises `DecodeError` for a row with NaN or without a
+    finite peak.
     """
     n = len(draft_ids)
     top = logits.argmax(dim=-1)
@@ -52,7 +53,7 @@ def measure(
 
     values: list[float | None] = [None] * n if entropies is None else list(table[4])
     if wanted and entropies is None:
-        rows = [j for j in range(n) if draft_ids[j] != target_ids[j]]
+        rows = [j for j in range(n) if draft_ids[j] != target_ids[j] and not (copied and copied[j])]
         if rows:
             few = entropy(logits[rows], settings.entropy, settings.entropy_top_k).tolist()
             for j, value in zip(rows, few, strict=True):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -20,14 +20,15 @@ from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel
 from .catalog import Catalog, load_catalog
-from .costs import load_costs, measure_forwards, store_costs
+from .costs import load_costs, measure_costs, store_costs
 from .cpu_linear import speed_up_linears
-from .errors import ModelError, UnsupportedModelError, out_of_memory
+from .errors import ModelError, SettingsError, UnsupportedModelError, out_of_memory
 from .placement import Placement, Skeleton, choose_dtype, gigabytes, plan, skeleton
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
+from .storage import require_memory
 from .text import Codec, one_line
 from .vocabulary import load_tokenizer, vocabulary_difference
 from .weights import Located, locate
@@ -65,11 +66,12 @@ class Pair:
         """Keep what this run's forwards took, for the schedule of later runs."""
         store_costs(self.placements, self.models)
 
-    def with_measured_costs(self) -> Pair:
-        """The pair with a cost table that is measured now, and kept for later runs."""
-        measure_forwards(self.models)
-        store_costs(self.placements, self.models, anew=True)
-        return replace(self, costs=load_costs(self.placements))
+    def with_measured_costs(self, *, keep: bool = True) -> Pair:
+        """The pair with a cost table that is measured now; `keep` stores it for later runs in the place of theirs."""
+        costs = measure_costs(self.models)
+        if keep:
+            store_costs(self.placements, self.models, anew=True)
+        return replace(self, costs=costs)
 
 
 def load_pair(
@@ -116,35 +118,48 @@ def assemble(
         end_ids=ends[0],
         vocab_rows=skeletons[0].model.config.get_text_config(decoder=True).vocab_size,
     )
-    load = partial(place_and_load, folders, codec, settings, progress)
-    try:
-        cached, places = load(skeletons)
-    except AttributeError:  # the code of such a model does not leave its layers' weights to the layers
+    with_shaped = place_and_load(folders, skeletons, codec, settings, progress)
+    if with_shaped is None:
+        gc.collect()  # what was loaded goes before the same is loaded again
+        if settings.draft_quantize == "int8":
+            raise SettingsError(
+                f"`{settings.draft}` cannot run with int8 weights: its code looks at the weights of its layers",
+                hint="use `--draft-quantize none`",
+            )
         progress.note(f"{' or '.join(names)} looks at the weights of its layers, and so runs without the faster ones")
         skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
-        cached, places = load(skeletons, plain_layers=True)
+        plain = replace(settings, draft_quantize="none")
+        with_shaped = place_and_load(folders, skeletons, codec, plain, progress, plain_layers=True)
+        assert with_shaped is not None
+    cached, places = with_shaped
     return Pair(cached[0], cached[1] if with_draft else None, codec, settings, places, load_costs(places))
 
 
 def place_and_load(
     folders: Sequence[Located],
+    skeletons: Sequence[Skeleton],
     codec: Codec,
     settings: ModelSettings,
     progress: Progress,
-    skeletons: Sequence[Skeleton],
     *,
     plain_layers: bool = False,
-) -> tuple[list[CachedModel], tuple[Placement, ...]]:
-    """The models, the target first, each run once to see that it can be, and where they are."""
-    if plain_layers:
-        settings = replace(settings, draft_quantize="none")
+) -> tuple[list[CachedModel], tuple[Placement, ...]] | None:
+    """The models, the target first, each run once to see that it can be; and where they are.
+
+    None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
+    """
     target_place, draft_place = plan(skeletons[0], skeletons[1] if len(skeletons) > 1 else None, settings)
     places = tuple(place for place in (target_place, draft_place) if place is not None)
     models = load_models(folders, places, skeletons, settings, progress, plain_layers=plain_layers)
-    cached = [
-        CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
-        for model, place in zip(models, places, strict=True)
-    ]
+    try:
+        cached = [
+            CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
+            for model, place in zip(models, places, strict=True)
+        ]
+    except AttributeError:
+        if plain_layers:
+            raise
+        return None
     return cached, places
 
 
@@ -158,7 +173,7 @@ def load_models(
     plain_layers: bool = False,
 ) -> list[Any]:
     """The models of these folders, placed. The target's layers are brought into shape while the draft is read."""
-    models = []
+    models: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
         shaping = []
         for located, place, empty in zip(folders, places, skeletons, strict=True):
@@ -166,8 +181,12 @@ def load_models(
                 models.append(load_model(located, place, settings, progress))
                 if not plain_layers:
                     shaping.append(pool.submit(speed_up_linears, models[-1]))
-            else:
-                models.append(load_int8(located, place, empty, settings, progress))
+                continue
+            model = read_int8(located, place, empty, progress)
+            if model is None:
+                wait(shaping)  # making skeletons changes how all threads make layers
+                model = prepare_int8(located, place, settings, progress)
+            models.append(model)
         for one in shaping:
             one.result()
     return models
@@ -222,27 +241,32 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
     return model.eval()
 
 
-def load_int8(located: Located, place: Placement, empty: Skeleton, settings: ModelSettings, progress: Progress) -> Any:
-    """The model with int8 weights, from what an earlier run prepared, or prepared now. Fills the skeleton."""
-    file = prepared_file(located.path)
+def read_int8(located: Located, place: Placement, empty: Skeleton, progress: Progress) -> Any | None:
+    """The model with the int8 weights that an earlier run prepared, None where there are none that fit."""
     progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int8)", None)
     try:
-        if (state := read_prepared(file)) is not None:
-            try:
-                return fill(empty.model, state)
-            except ValueError:  # of another version of the library: prepared anew
-                empty = skeleton(place.name, located.path, trust_remote_code=settings.trust_remote_code)
+        state = read_prepared(prepared_file(located.path))
+        return None if state is None else fill(empty.model, state)
+    except ValueError:  # of another version of the library, or of the model's config
+        return None
     finally:
         progress.finish()
-    state = None
-    wide = replace(place, dtype=torch.bfloat16, quantize="none")
-    model = load_model(located, wide, settings, progress)
+
+
+def prepare_int8(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
+    """The model with int8 weights, made now and kept for later runs."""
+    needed = 2 * place.weight_bytes + 2 * place.weight_bytes  # as it is stored, and its int8 form twice
+    require_memory(needed, f"preparing int8 weights of `{place.name}`")
+    model = load_model(located, replace(place, dtype=torch.bfloat16, quantize="none"), settings, progress)
     progress.start(f"preparing int8 weights of {place.name}, once", None)
     try:
         state = quantized_state(model)
         del model
-        if not keep_prepared(file, state):
+        file = prepared_file(located.path)
+        # Weights that stay random because the user allows it would pass for the model's own in later runs.
+        if not settings.allow_missing_weights and not keep_prepared(file, state):
             progress.note(f"the int8 weights cannot be kept in `{file.parent}`: they are prepared again in each run")
+        empty = skeleton(place.name, located.path, trust_remote_code=settings.trust_remote_code)
         return fill(empty.model, state)
     finally:
         progress.finish()

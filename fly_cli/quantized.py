@@ -96,8 +96,14 @@ def worth_quantizing(model: nn.Module) -> bool:
 
 def quantized_bytes(model: nn.Module) -> int:
     """What the model's int8 form takes."""
-    linear = sum(layer.weight.numel() for layer in linear_layers(model).values())
-    return linear + 2 * sum(layer.weight.numel() for layer in embeddings(model).values())
+    looked_up = {
+        id(layer.weight): layer.weight.numel() * (2 if type(layer) is nn.Embedding else 4)
+        for layer in embeddings(model).values()
+    }
+    quantized = {id(layer.weight): layer.weight.numel() for layer in linear_layers(model).values()}
+    counted = looked_up.keys() | quantized.keys()
+    rest = sum(parameter.numel() for parameter in model.parameters() if id(parameter) not in counted)
+    return sum(quantized.values()) + sum(looked_up.values()) + 4 * rest
 
 
 @cache
@@ -110,7 +116,7 @@ def int8_works() -> bool:
         for rows in (1, 7):
             input = torch.randn(rows, 64, generator=generator)
             right = input @ weight.T
-            if (layer(input) - right).norm() > LARGEST_ERROR * right.norm():
+            if not (layer(input) - right).norm() <= LARGEST_ERROR * right.norm():  # a NaN is no less wrong
                 return False
     except (RuntimeError, AttributeError, NotImplementedError):
         return False
@@ -136,19 +142,24 @@ def fill(skeleton: Any, state: dict[str, Tensor]) -> Any:
     Raises `ValueError` when the tensors are not this model's.
     """
     state = dict(state)
-    for name in linear_layers(skeleton):
+    for name, layer in linear_layers(skeleton).items():
         try:
             weight, scale = state.pop(name + WEIGHT), state.pop(name + SCALE)
         except KeyError as error:
             raise ValueError(f"no weights for {name}") from error
+        if weight.shape != layer.weight.shape:
+            raise ValueError(f"{name} is {list(weight.shape)} and should be {list(layer.weight.shape)}")
         skeleton.set_submodule(name, Int8Linear(weight, scale, state.pop(f"{name}.bias", None)))
     narrow = set()
-    for name, layer in embeddings(skeleton).items():
-        if type(layer) is nn.Embedding:
-            layer.__class__ = WideningEmbedding
+    for name, embedding in embeddings(skeleton).items():
+        if type(embedding) is nn.Embedding:
+            embedding.__class__ = WideningEmbedding
             narrow.add(f"{name}.weight")
     wide = {name: t if name in narrow or not t.is_floating_point() else t.float() for name, t in state.items()}
-    missing, unknown = skeleton.load_state_dict(wide, strict=False, assign=True)
+    try:
+        missing, unknown = skeleton.load_state_dict(wide, strict=False, assign=True)
+    except RuntimeError as error:  # another shape
+        raise ValueError(str(error)) from error
     if unknown or any(not name.endswith(".bias") for name in missing) or still_empty(skeleton):
         raise ValueError(f"the tensors do not fit the model: {[*unknown, *missing, *still_empty(skeleton)][:3]}")
     return skeleton.requires_grad_(False).eval()

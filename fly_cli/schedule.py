@@ -191,10 +191,10 @@ class Adaptive:
         """What a second is worth in tokens: what this prompt reaches, and at least plain decoding."""
         return max(self.plain_rate, self.rounds.rate)
 
-    def choose(self, limit: int, match_length: int, num_copied: int) -> tuple[Way, int]:
+    def choose(self, limit: int, match_length: int, num_copied: int, *, with_model: bool = True) -> tuple[Way, int]:
         """The way that gains most, and its length. `match_length` is that of the n-gram before the copied tokens.
 
-        The draft model is taken up to `limit`: `goes_on` ends it.
+        The draft model is taken up to `limit`: `goes_on` ends it. `with_model` says whether it can draft here.
         """
         if limit <= 0:
             return Way.NONE, 0
@@ -202,7 +202,7 @@ class Adaptive:
         if num_copied:
             length, gain = self._best_copy(match_length, min(limit, num_copied))
             ways[Way.COPY, length] = gain
-        if self.costs.draft is not None and self.rest <= 1:
+        if with_model and self.costs.draft is not None and self.rest <= 1:
             # The last round of a rest is a trial.
             ways[Way.MODEL, limit] = float("inf") if self.rest == 1 else self._best_model(limit, self.rate)
         self.rest = max(0, self.rest - 1)

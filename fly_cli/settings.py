@@ -46,7 +46,7 @@ class DecodeSettings:
     entropy_threshold: float | None = None  # theta: nats for `topk`, a share of ln V for `normalized`
     strict_first: int = 2  # first new tokens in which every mismatch is rejected
     draft_schedule: str = "adaptive"  # as many as pay, `draft_tokens` at most; or constant: always so many
-    draft_lookup: bool = True  # copy n-grams inside the draft model's drafting
+    draft_lookup: bool = True  # copy repeated text: inside the draft model's drafting, and straight to the target
     max_new_tokens: int = 512
     temperature: float = 0.0  # 0 is greedy
     top_p: float = 1.0

@@ -1,13 +1,14 @@
 """Which settings suit a pair on this machine: what is tried, and what is recommended.
 
-A change is recommended only where it is faster than the settings in effect beyond doubt (the 95% interval of the paired
-ratio lies above 1) and the answers are as good: differences within the noise of a machine change nothing.
+A change is recommended only where the 95% interval of its paired ratio to the settings in effect lies above 1, and the
+answers are as good: differences within the noise of a machine change nothing. Among many changes one may look better by
+chance, so what is recommended is measured once more, against the settings in effect alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from . import figures
@@ -26,11 +27,18 @@ BASE = "fly"  # the arm with the settings in effect
 DEFAULT_ENTROPY = DecodeSettings().entropy
 
 
-def trial_arms(build: Callable[..., DecodeSettings]) -> list[Arm]:
-    """The target alone, fly with the settings in effect, and fly with each change. `build` replaces settings."""
+def trial_arms(
+    build: Callable[..., DecodeSettings], *, given: Iterable[str] = (), draft_model: bool = True
+) -> list[Arm]:
+    """The target alone, fly with the settings in effect, and fly with each change.
+
+    `build` replaces settings; those `given` by hand are not changed. Without a draft model nothing can be deferred.
+    """
     base = build(mode="fly")
     arms = [Arm("target", "target", build(mode="target")), Arm(BASE, "fly", base)]
     for name, values in TRIED.items():
+        if name in given or not (draft_model or name == "draft_tokens"):
+            continue
         if name == "entropy_threshold" and base.entropy != DEFAULT_ENTROPY:
             continue  # its scale is another one, and the default's is what is kept
         for value in values:
@@ -73,7 +81,11 @@ def recommend(arms: Sequence[Arm], summary: Mapping[str, Any], rows: Iterable[fi
         name = ",".join(changes)
         if name not in best or ratio["value"] > best[name][0]:
             best[name] = (ratio["value"], changes)
-    return {name: value for _, changes in best.values() for name, value in changes.items()}
+    found = {name: value for _, changes in best.values() for name, value in changes.items()}
+    together = replace(base.settings, **found)
+    if together.window_size >= together.draft_tokens:  # each pays alone, and together nothing can be deferred
+        del found["window_size"]
+    return found
 
 
 def worse(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

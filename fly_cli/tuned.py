@@ -22,6 +22,7 @@ class Tuned:
     target: str
     draft: str
     machine: str
+    models: Mapping[str, Any]  # how they were loaded: dtype, devices, the draft's weights
     date: str
     settings: Mapping[str, Any] = field(default_factory=dict)  # those to change, and to what
     speedup_vs_target: float | None = None
@@ -40,6 +41,8 @@ def read_tuned(file: Path) -> list[Tuned]:
         found = [Tuned(**entry) for entry in content or []]
         if any(not isinstance(one.settings, dict) or not set(one.settings) <= set(TUNABLE) for one in found):
             raise TypeError("settings that are not tuned")
+        if any(not isinstance(one.models, dict) for one in found):
+            raise TypeError("no table")
     except TypeError as error:
         raise unreadable(file) from error
     return found
@@ -57,9 +60,7 @@ def keep_tuned(file: Path, tuned: Tuned) -> None:
     scratch = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(
-            f"# by `fly tune`: without its entry a pair has the defaults again\n{text}", encoding="utf-8"
-        )
+        scratch.write_text(text, encoding="utf-8")
         scratch.replace(file)
     except OSError as error:
         raise FlyError(
@@ -68,4 +69,10 @@ def keep_tuned(file: Path, tuned: Tuned) -> None:
 
 
 def same_case(one: Tuned, other: Tuned) -> bool:
-    return (one.target, one.draft, one.machine) == (other.target, other.draft, other.machine)
+    """Whether both are about the same pair, loaded in the same way on the same machine."""
+    return all(getattr(one, name) == getattr(other, name) for name in ("target", "draft", "machine", "models"))
+
+
+def how_loaded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of all settings those that change what forwards cost."""
+    return {name: values[name] for name in ("dtype", "device_map", "draft_device", "draft_quantize")}

@@ -62,7 +62,6 @@ def test_exact_and_lookup_and_fly_are_what_their_names_say(pair):
     assert rows["exact"]["ids"] == rows["target"]["ids"]
     assert rows["exact"]["num_deferred_tokens"] == 0
     assert all(rows[name]["num_draft_tokens"] > 0 for name in ("exact", "fly"))
-    assert rows["lookup"]["draft_s"] < rows["exact"]["draft_s"]
 
 
 def test_the_lookup_arm_asks_no_draft_model():

@@ -72,11 +72,16 @@ def test_verbose_tells_placement_settings_with_origins_and_rounds(fly: Fly) -> N
 
 
 def test_notes_go_to_stderr_one_line_each(fly: Fly) -> None:
-    outcome = fly("generate", "--target", "./none", "-k", "4", "--seed", "3", "hi")
-    assert [line for line in outcome.err.splitlines() if line.startswith("note: ")] == [
-        "note: no draft model is known for ./none, so drafts are copied from the text; name one with `--draft`",
+    def notes(*flags: str) -> list[str]:
+        return [line for line in fly("generate", *flags, "hi").err.splitlines() if line.startswith("note: ")]
+
+    assert notes("-k", "4", "--seed", "3") == [
         "note: a window of 6 does not fit in a draft of 4, so nothing can be deferred; `--window-size 2` fits",
         "note: `--seed` does nothing at temperature 0",
+    ]
+    assert notes("--target", "./none", "-k", "4", "--theta", "0.6") == [
+        "note: no draft model is known for ./none, so drafts are copied from the text; name one with `--draft`",
+        "note: `--entropy-threshold` does nothing without a draft model",
     ]
     assert outcome.out == ANSWER + "\n"
 
@@ -577,7 +582,8 @@ def ids(value: Any) -> list[int]:
 def test_exact_mode_gives_the_targets_own_ids_and_fly_mode_says_what_it_deferred(tiny: Fly) -> None:
     target = answered(tiny, "--mode", "target", "-n", "30", "abc")
     exact = answered(tiny, "--mode", "exact", "-n", "30", "abc")
-    lossy = answered(tiny, "-n", "30", "-w", "0", "--theta", "0", "--strict-first", "0", "abc")
+    relaxed = ["-w", "0", "--theta", "0", "--strict-first", "0", "--draft-schedule", "constant"]
+    lossy = answered(tiny, "-n", "30", *relaxed, "abc")
     assert ids(exact) == ids(target)
     assert target["num_draft_tokens"] == 0 and target["mean_acceptance_length"] == 1
     assert exact["num_deferred_tokens"] == 0

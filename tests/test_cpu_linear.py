@@ -105,7 +105,9 @@ def test_only_plain_bf16_layers_are_packed():
 
 def test_a_wrong_packed_kernel_is_not_used(monkeypatch):
     monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: True)
-    monkeypatch.setattr(PackedLinear, "forward", lambda self, input: torch.zeros(1, input.shape[1], 48))
-    packing_works.cache_clear()
-    assert speed_up_linears(nn.Sequential(nn.Linear(4, 4).bfloat16())) == 0
+    for wrong in (0.0, float("nan")):
+        full = torch.full((1, 1, 48), wrong)
+        monkeypatch.setattr(PackedLinear, "forward", lambda self, input, full=full: full.expand(1, input.shape[1], 48))
+        packing_works.cache_clear()
+        assert speed_up_linears(nn.Sequential(nn.Linear(4, 4).bfloat16())) == 0
     packing_works.cache_clear()

@@ -71,6 +71,31 @@ def test_a_model_that_looks_at_the_weights_of_its_layers_runs_with_plain_ones(ti
     assert len(notes) == 1 and "runs without the faster ones" in notes[0]
 
 
+def test_int8_weights_of_an_incomplete_model_are_not_kept(tiny_pair_dirs, folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    spoil(folder, misspell)
+    load(tiny_pair_dirs[0], folder, allow_missing_weights=True)
+    with pytest.raises(ModelError, match="stay random"):
+        load(tiny_pair_dirs[0], folder)
+
+
+def test_int8_weights_are_prepared_once_and_anew_where_they_do_not_fit(tiny_pair_dirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    prepared = []
+    usual = models.prepare_int8
+    monkeypatch.setattr(models, "prepare_int8", lambda *given: prepared.append(1) or usual(*given))
+    first = load(*tiny_pair_dirs)
+    assert first.placements[1].quantize == "int8"
+    load(*tiny_pair_dirs)
+    assert len(prepared) == 1
+    (file,) = (tmp_path / "cache" / "int8").iterdir()
+    state = load_file(file)
+    state["model.norm.weight"] = torch.ones(3)
+    save_file(state, file)
+    load(*tiny_pair_dirs)
+    assert len(prepared) == 2
+
+
 def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path, caplog):
     plain = generate(load(tiny_pair_dirs[0]), "abc", DecodeSettings(max_new_tokens=12)).text
     layers = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}

@@ -104,9 +104,10 @@ def test_wrong_kernels_are_found_out(monkeypatch):
     int8_works.cache_clear()
     assert int8_works()
     int8_works.cache_clear()
-    monkeypatch.setattr(Int8Linear, "forward", lambda self, input: torch.zeros(input.shape[0], 48))
-    assert not int8_works()
-    int8_works.cache_clear()
+    for wrong in (0.0, float("nan")):
+        monkeypatch.setattr(Int8Linear, "forward", lambda self, input, wrong=wrong: torch.full((len(input), 48), wrong))
+        assert not int8_works()
+        int8_works.cache_clear()
 
 
 def test_models_without_linear_layers_are_not_worth_it():
@@ -142,6 +143,8 @@ def test_tensors_of_another_model_are_refused():
         lambda s: s.pop("model.layers.0.mlp.up_proj.int8"),
         lambda s: s.pop("model.norm.weight"),
         lambda s: s.update({"model.layers.9.norm.weight": torch.ones(3)}),
+        lambda s: s.update({"model.norm.weight": torch.ones(3)}),
+        lambda s: s.update({"lm_head.int8": torch.ones(3, 3, dtype=torch.int8)}),
     ):
         damaged = dict(state)
         damage(damaged)

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from bench_helpers import raw_codec, scripted_pair
 from cli_helpers import Fly
-from test_config import configure, effective
+from test_config import configure
 
+from fly_cli import bench
+from fly_cli.bench_rows import read_header
 from fly_cli.config import Layer, resolve
 from fly_cli.errors import FlyError, SettingsError
 from fly_cli.models import Pair
@@ -22,7 +24,8 @@ from fly_cli.settings import DecodeSettings
 from fly_cli.tune import BASE, changes_of, combined_arm, recommend, trial_arms
 from fly_cli.tuned import TUNABLE, Tuned, keep_tuned, read_tuned
 
-FOUND = Tuned("qwen-coder-1.5b", "qwen-coder-0.5b", "here", "2026-11-30", {"draft_tokens": 24}, 3.0, 7)
+LOADED = {"dtype": "auto", "device_map": "auto", "draft_device": None, "draft_quantize": "auto"}
+FOUND = Tuned("qwen-coder-1.5b", "qwen-coder-0.5b", "here", LOADED, "2026-11-30", {"draft_tokens": 24}, 3.0, 7)
 build = partial(DecodeSettings)
 
 
@@ -78,6 +81,13 @@ def test_what_cannot_be_is_not_tried():
     assert names == ["fly[draft_tokens=24]", "fly[draft_lookup=true]"]  # a window of 8 does not fit
 
 
+def test_settings_given_by_hand_stay_and_without_a_draft_model_only_lengths_are_tried():
+    given = trial_arms(build, given=["draft_tokens", "window_size"])
+    assert not any("draft_tokens" in arm.name or "window_size" in arm.name for arm in given)
+    alone = trial_arms(build, draft_model=False)
+    assert [arm.name for arm in alone[2:]] == ["fly[draft_tokens=8]", "fly[draft_tokens=24]"]
+
+
 def test_changes_go_together_in_one_arm():
     arm = combined_arm(build, {"draft_tokens": 24, "draft_lookup": False})
     assert (arm.settings.draft_tokens, arm.settings.draft_lookup) == (24, False)
@@ -102,8 +112,13 @@ def test_a_gain_within_the_noise_is_none():
 
 
 def test_a_faster_change_with_worse_answers_is_not_recommended():
-    assert recommended(entropy_threshold__0_15=1.0) == {}  # no arm of that name
-    assert recommended(**{"window_size__4": (5.0, {"right": False})}) == {}
+    for name in ("window_size=4", "entropy_threshold=0.15"):
+        assert recommended(**{name: (5.0, {"right": False})}) == {}
+        assert recommended(**{name: 5.0}) != {}
+
+
+def test_a_window_that_does_not_fit_the_recommended_draft_is_left_out():
+    assert recommended(draft_tokens__8=9.0, window_size__8=8.0) == {"draft_tokens": 8}
 
 
 def test_an_arm_that_failed_is_not_recommended():
@@ -125,6 +140,7 @@ def test_a_result_comes_back_and_replaces_the_earlier_one_of_its_pair(tmp_path):
     keep_tuned(file, newer)
     assert read_tuned(file) == [other, newer]
     assert [path.name for path in file.parent.iterdir()] == ["tuned.yaml"]
+    assert file.read_text().count("#") == 1
 
 
 @pytest.mark.parametrize(
@@ -166,8 +182,10 @@ def test_what_was_tuned_stands_in_for_defaults_and_for_nothing_else(tmp_path):
     assert result.values["draft_tokens"].origin == "fly tune, 2026-11-30"
     assert result.values["draft_tokens"].layer is Layer.TUNED
     assert result.values["entropy_threshold"].value == 0.6
-    other = resolve(configure(tmp_path, "", target="llama-70b"), Book(), found)
-    assert other.decode.draft_tokens == effective(tmp_path, "").decode.draft_tokens
+    for other in ({"target": "llama-70b"}, {"draft_quantize": "none"}, {"dtype": "float32"}, {"window_size": 30}):
+        assert resolve(configure(tmp_path, "", **other), Book(), found).decode.draft_tokens == 15
+    fitting = resolve(configure(tmp_path, "", draft_tokens=4), Book(), found)
+    assert fitting.values["window_size"].layer is Layer.DEFAULT  # 4 of 4 would leave nothing to forgive
     normalized = resolve(configure(tmp_path, "", entropy="normalized"), Book(), found)
     assert normalized.decode.entropy_threshold == 0.05
     exact = resolve(configure(tmp_path, "", mode="exact"), Book(), found)
@@ -180,7 +198,8 @@ def fly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     made = Fly(monkeypatch, capsys, tmp_path, scripted=False)
     pair = scripted_pair(raw_codec(raw=False))
     monkeypatch.setattr("fly_cli.models.load_pair", lambda *given, **more: pair)
-    monkeypatch.setattr(Pair, "with_measured_costs", lambda self: self)
+    made.kept = []  # type: ignore[attr-defined]
+    monkeypatch.setattr(Pair, "with_measured_costs", lambda self, keep: made.kept.append(keep) or self)
     yield made
     made.close()
 
@@ -188,10 +207,11 @@ def fly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 def test_a_tuning_shows_the_trade_off_and_keeps_what_was_found(fly, tmp_path, monkeypatch):
     prompt = tmp_path / "p.txt"
     prompt.write_text("hello")
-    monkeypatch.setattr("fly_cli.tune.recommend", lambda arms, summary, rows: {"draft_tokens": 24})
+    monkeypatch.setattr("fly_cli.cli.tune.recommend", lambda arms, summary, rows: {"draft_tokens": 24})
     outcome = fly("tune", str(prompt), "-n", "6")
     assert outcome.code == 0, outcome.err
-    assert "fly[draft_tokens=8]" in outcome.out and outcome.out.endswith("draft_tokens: 24\n")
+    assert "fly[draft_tokens=8]" in outcome.err and outcome.out == "draft_tokens: 24\n"
+    assert fly.kept == [True]
     (found,) = read_tuned(tmp_path / "tuned.yaml")
     assert (found.target, found.settings, found.num_prompts) == ("qwen-coder-1.5b", {"draft_tokens": 24}, 1)
     shown = fly("config", "show").out
@@ -199,14 +219,46 @@ def test_a_tuning_shows_the_trade_off_and_keeps_what_was_found(fly, tmp_path, mo
     assert line.split() == ["draft_tokens:", "24", "#", "fly", "tune,", found.date]
 
 
+def test_a_tuning_reaches_a_bench_of_the_same_pair(fly, tmp_path, monkeypatch):
+    prompt = tmp_path / "p.txt"
+    prompt.write_text("hello")
+    monkeypatch.setattr("fly_cli.cli.common.this_machine", lambda: "here")
+    keep_tuned(tmp_path / "tuned.yaml", FOUND)
+    assert fly("bench", str(prompt), "-n", "4", "--out", str(tmp_path / "out")).code == 0
+    assert read_header(tmp_path / "out")["arms"]["fly"]["settings"]["draft_tokens"] == 24
+
+
+def test_a_prompt_that_fails_does_not_end_the_tuning(fly, tmp_path, monkeypatch):
+    (tmp_path / "p.jsonl").write_text('{"id": "bad", "prompt": "a"}\n{"id": "good", "prompt": "b"}\n')
+    usual = bench.answer
+
+    def sometimes(pair, prompt, kind, settings):
+        if prompt.id == "bad":
+            raise ValueError("no")
+        return usual(pair, prompt, kind, settings)
+
+    monkeypatch.setattr(bench, "answer", sometimes)
+    outcome = fly("tune", str(tmp_path / "p.jsonl"), "-n", "4")
+    assert outcome.code == 0, outcome.err
+    assert "turns failed" in outcome.err and read_tuned(tmp_path / "tuned.yaml")
+
+
+def test_a_folder_that_holds_something_is_refused_before_anything_is_measured(fly, tmp_path):
+    (tmp_path / "p.txt").write_text("hello")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine.txt").write_text("")
+    outcome = fly("tune", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out"))
+    assert outcome.code == 2 and "is not empty" in outcome.err and fly.kept == []
+
+
 def test_changes_that_do_not_pay_together_are_dropped(fly, tmp_path, monkeypatch):
     prompt = tmp_path / "p.txt"
     prompt.write_text("hello")
     answers = iter([{"draft_tokens": 24, "window_size": 4}, {}])
-    monkeypatch.setattr("fly_cli.tune.recommend", lambda arms, summary, rows: next(answers))
+    monkeypatch.setattr("fly_cli.cli.tune.recommend", lambda arms, summary, rows: next(answers))
     outcome = fly("tune", str(prompt), "-n", "6", "--out", str(tmp_path / "out"))
-    assert outcome.code == 0 and "together they do not pay" in outcome.err
-    assert outcome.out.endswith("# nothing is faster beyond doubt than the settings in effect\n")
+    assert outcome.code == 0 and "measured once more it does not pay" in outcome.err
+    assert outcome.out == "# nothing is faster for certain than the settings in effect\n"
     assert read_tuned(tmp_path / "tuned.yaml")[0].settings == {}
     assert (tmp_path / "out" / "together" / "rows.jsonl").exists()
 
@@ -215,6 +267,7 @@ def test_a_dry_run_keeps_nothing(fly, tmp_path, monkeypatch):
     prompt = tmp_path / "p.txt"
     prompt.write_text("hello")
     assert fly("tune", str(prompt), "-n", "4", "--dry-run", "-q").code == 0
+    assert fly.kept == [False]
     assert not (tmp_path / "tuned.yaml").exists()
 
 

@@ -166,7 +166,7 @@ def bench(
             raise UsageError(f"`{flag}` needs a folder of results", hint="name it with `--out DIR`")
     catalog = load_catalog(layers.aliases, layers.pairs)
     settings = common.effective(layers, catalog)
-    chosen_arms, notes = choose_arms(arms, partial(layers.group, DecodeSettings), sweep or ())
+    chosen_arms, notes = choose_arms(arms, partial(settings.layers.group, DecodeSettings), sweep or ())
     processes = join(os.environ)
     if processes.world > 1 and out is None:
         raise UsageError("several processes need a folder to meet in", hint="name it with `--out DIR`")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from .. import score
 from ..bench_plan import NEED_DRAFT, WARMUP_TOKENS, Arm, Chosen, Plan
@@ -43,6 +43,10 @@ if TYPE_CHECKING:
     from ..models import Pair
 
 
+class TurnsFailedError(FlyError):
+    """Some turns failed; all others are measured and kept."""
+
+
 @dataclass(frozen=True)
 class Job:
     """What is measured, where the results go, and which process this is."""
@@ -56,11 +60,17 @@ class Job:
     folder: Path
     resume: bool
     talk: Talk
+    table_to: TextIO | None = None  # the stream of the table, if not stdout
+
+    def check(self) -> None:
+        """Raise what stands against the folder, before anything is loaded."""
+        check_folder(self.folder, self.header(), resume=self.resume)
+        make_folder(self.folder)  # what cannot be kept is not worth the wait
 
     def run(
         self, catalog: Catalog, *, as_json: bool, keep: bool, plots: bool = False, pair: Pair | None = None
     ) -> None:
-        """Measure, and show the result, also of a run that was interrupted. Raises `FlyError` for failed turns.
+        """Measure, and show the result, also of a run that was interrupted. Raises `TurnsFailedError`.
 
         `pair` is what the settings name, where it is loaded already.
         """
@@ -75,8 +85,7 @@ class Job:
         """What this process does of the run."""
         first = self.processes.first
         if first:
-            check_folder(self.folder, self.header(), resume=self.resume)
-            make_folder(self.folder)  # before the models load: what cannot be kept is not worth the wait
+            self.check()
         pair = pair or load(self.settings, catalog, self.talk)
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
             pair = self.with_assistant(pair)
@@ -94,7 +103,7 @@ class Job:
         finally:
             errors = self.conclude(as_json=as_json, keep=keep, plots=plots) if first else []
         if errors:
-            raise FlyError(
+            raise TurnsFailedError(
                 f"{len(errors)} of {len(self.plan.row_keys())} turns failed, first {errors[0]}",
                 hint="their rows have `status` failed and the `error`; no figure counts them",
             )
@@ -208,7 +217,8 @@ class Job:
             write_whole(self.folder / "summary.json", to_json(summary))
             drawn = report.write_plots(summary, self.folder) if plots else []
             write_whole(self.folder / "report.md", report.to_markdown(summary, drawn).encode())
-        write(sys.stdout, (to_text(summary) if as_json else report.format_table(summary)).rstrip("\n") + "\n")
+        text = to_text(summary) if as_json else report.format_table(summary)
+        write(self.table_to or sys.stdout, text.rstrip("\n") + "\n")
         return errors
 
 

@@ -221,7 +221,7 @@ DraftLookup = Annotated[
         "--draft-lookup/--no-draft-lookup",
         panel=DECODING,
         default="draft-lookup",
-        help="Speed up the draft model by copying repeated text.",
+        help="Copy repeated text: for the draft model to check, or straight to the target.",
     ),
 ]
 MaxNewTokens = Annotated[

@@ -53,6 +53,7 @@ class Result:
             "stop": self._finished.stop if self._finished else None,
             "stop_id": self._finished.stop_id if self._finished else None,
             "seed": self._started.settings.get("seed") if self._started else None,
+            "cost_table_digest": self._started.cost_table if self._started else None,
             **figures,
             "notes": self._notes,
         }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import date
 from functools import partial
 from pathlib import Path
@@ -13,19 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench_plan import Arm, Chosen, Plan, choose_prompts
+from ..bench_plan import Plan, choose_prompts
 from ..bench_rows import Results, read_header
 from ..catalog import Catalog, load_catalog
-from ..config import Effective, resolve
+from ..config import resolve
 from ..errors import UsageError
 from ..processes import Processes
 from ..prompts import read_stdin
 from ..render import write
-from ..settings import DecodeSettings
-from ..tuned import Tuned, keep_tuned
+from ..settings import LOOKUP, DecodeSettings
+from ..tune import BASE, combined_arm, recommend, trial_arms
+from ..tuned import TUNABLE, Tuned, how_loaded, keep_tuned
 from . import common
 from .bench import tell_skipped, with_stdin_once
-from .bench_job import Job, choose_models
+from .bench_job import Job, TurnsFailedError, choose_models
 from .generate import load
 from .talk import Talk
 
@@ -92,9 +94,9 @@ def tune(
 ) -> None:
     """Measure what forwards of the pair cost here, then your prompts with one setting changed at a time.
 
-    A change is kept only where it is faster beyond doubt (the 95% interval of the ratio lies above 1) and the answers
+    A change is kept only where it is faster in two runs (the 95% interval of the ratio lies above 1) and the answers
     are as good: by their scores, or else by how many are the target's own. Later runs of the same pair on this machine
-    use it wherever nothing else is asked for; 'fly config show' tells.
+    use it wherever nothing else is asked for; 'fly config show' tells. Settings given by hand stay as they are.
     """
     layers = common.configure({**context.params, "mode": "fly"}, config)
     if resume and out is None:
@@ -118,89 +120,73 @@ def tune(
     build = partial(layers.group, DecodeSettings, max_new_tokens=new_tokens)
     with ExitStack() as stack:
         folder = out or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fly-tune-")))
-        trial = Trial(
-            catalog, settings, chosen, folder, keep=out is not None, resume=resume, run_code=run_code, talk=talk
+        arms = trial_arms(build, given=layers.given(*TUNABLE), draft_model=settings.models.draft not in (None, LOOKUP))
+        job = Job(
+            plan=Plan(chosen.prompts, arms),
+            settings=choose_models(arms, settings, None),
+            chosen=chosen,
+            processes=Processes(),
+            warmup=1,
+            run_code=run_code,
+            folder=folder,
+            resume=resume,
+            talk=talk,
+            table_to=sys.stderr,
         )
-        found = trial.run(build)
+        found = find(job, catalog, build, keep=out is not None, keep_costs=not dry_run)
         show(found, talk)
         if not dry_run:
             keep_tuned(common.tuned_file(), found)
 
 
-class Trial:
-    """The runs of one tuning, over one loaded pair."""
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        settings: Effective,
-        chosen: Chosen,
-        folder: Path,
-        *,
-        keep: bool,
-        resume: bool,
-        run_code: bool,
-        talk: Talk,
-    ):
-        self.catalog, self.settings, self.chosen, self.folder = catalog, settings, chosen, folder
-        self.keep, self.resume, self.run_code, self.talk = keep, resume, run_code, talk
-
-    def run(self, build: partial[Any]) -> Tuned:
-        """Measure each change alone, then those that pay together. The result has the settings to change."""
-        from ..tune import combined_arm, recommend, trial_arms
-
-        arms = trial_arms(build)
-        self.talk.note(f"{len(self.chosen.prompts)} prompts, each answered in {len(arms)} ways")
-        pair = load(choose_models(arms, self.settings, None), self.catalog, self.talk)
-        with self.talk.status("measuring forwards"):
-            pair = pair.with_measured_costs()
-        summary = self.measure(pair, arms, self.folder)
-        changes = recommend(arms, summary, Results(self.folder).rows())
-        chosen = "fly"
-        if changes:
-            together = combined_arm(build, changes)
+def find(job: Job, catalog: Catalog, build: Callable[..., DecodeSettings], *, keep: bool, keep_costs: bool) -> Tuned:
+    """Measure each change alone, then those that pay together against the settings in effect."""
+    job.check()
+    arms, models = job.plan.arms, job.settings.models
+    job.talk.note(f"{len(job.plan.prompts)} prompts, each answered in {len(arms)} ways")
+    pair = load(job.settings, catalog, job.talk)
+    with job.talk.status("measuring forwards"):
+        pair = pair.with_measured_costs(keep=keep_costs)
+    summary = measure(job, catalog, pair, keep=keep)
+    changes = recommend(arms, summary, Results(job.folder).rows())
+    chosen = BASE
+    if changes:
+        together = combined_arm(build, changes)
+        again = replace(job, plan=replace(job.plan, arms=[*arms[:2], together]), folder=job.folder / TOGETHER)
+        summary = measure(again, catalog, pair, keep=keep)
+        if recommend(again.plan.arms, summary, Results(again.folder).rows()):
             chosen = together.name
-            if together.name not in summary["overall"]:
-                arms = [*arms[:2], together]
-                folder = self.folder / TOGETHER
-                summary = self.measure(pair, arms, folder)
-                if not recommend(arms, summary, Results(folder).rows()):
-                    self.talk.note("together they do not pay, so nothing is changed")
-                    changes, chosen = {}, "fly"
-        speedup = summary["overall"][chosen]["speedup_vs_target"]
-        return Tuned(
-            target=self.settings.models.target,
-            draft=str(self.settings.models.draft),
-            machine=common.this_machine(),
-            date=date.today().isoformat(),
-            settings=changes,
-            speedup_vs_target=speedup and speedup["value"],
-            num_prompts=len(self.chosen.prompts),
-        )
+        else:
+            job.talk.note("measured once more it does not pay, so nothing is changed")
+            changes = {}
+    speedup = summary["overall"][chosen]["speedup_vs_target"]
+    return Tuned(
+        target=models.target,
+        draft=str(models.draft),
+        machine=common.this_machine(),
+        models=how_loaded(models.as_json()),
+        date=date.today().isoformat(),
+        settings=changes,
+        speedup_vs_target=speedup and speedup["value"],
+        num_prompts=len(job.plan.prompts),
+    )
 
-    def measure(self, pair: Pair, arms: Sequence[Arm], folder: Path) -> dict[str, Any]:
-        """One run over all prompts, and its summary."""
-        from ..report import summarise
 
-        job = Job(
-            plan=Plan(self.chosen.prompts, arms),
-            settings=choose_models(arms, self.settings, None),
-            chosen=self.chosen,
-            processes=Processes(),
-            warmup=1,
-            run_code=self.run_code,
-            folder=folder,
-            resume=self.resume,
-            talk=self.talk,
-        )
-        job.run(self.catalog, as_json=False, keep=self.keep, pair=pair)
-        return summarise(read_header(folder), Results(folder).rows())
+def measure(job: Job, catalog: Catalog, pair: Pair, *, keep: bool) -> dict[str, Any]:
+    """One run over all prompts, and its summary. Turns that fail are told, and count for nothing."""
+    from ..report import summarise
+
+    try:
+        job.run(catalog, as_json=False, keep=keep, pair=pair)
+    except TurnsFailedError as error:
+        job.talk.note(error.message)
+    return summarise(read_header(job.folder), Results(job.folder).rows())
 
 
 def show(found: Tuned, talk: Talk) -> None:
     """The recommendation, on stdout as lines of a config file."""
     if not found.settings:
-        write(sys.stdout, "# nothing is faster beyond doubt than the settings in effect\n")
+        write(sys.stdout, "# nothing is faster for certain than the settings in effect\n")
         return
     lines = [f"{name}: {common.yaml_value(value)}\n" for name, value in found.settings.items()]
     write(sys.stdout, "".join(lines))
