@@ -1,8 +1,12 @@
 """Fixtures that more than one test file uses."""
 
 import os
+import signal
 
 import pytest
+
+# A shell starts background jobs with SIGINT ignored, and processes that tests start and interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

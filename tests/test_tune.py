@@ -204,24 +204,28 @@ def fly(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
     made.close()
 
 
+def four_prompts(folder: Path) -> Path:
+    file = folder / "p.jsonl"
+    file.write_text("".join(f'{{"id": "p{n}", "prompt": "hello {n}"}}\n' for n in range(4)))
+    return file
+
+
 def test_a_tuning_shows_the_trade_off_and_keeps_what_was_found(fly, tmp_path, monkeypatch):
-    prompt = tmp_path / "p.txt"
-    prompt.write_text("hello")
+    prompt = four_prompts(tmp_path)
     monkeypatch.setattr("fly_cli.cli.tune.recommend", lambda arms, summary, rows: {"draft_tokens": 24})
     outcome = fly("tune", str(prompt), "-n", "6")
     assert outcome.code == 0, outcome.err
     assert "fly[draft_tokens=8]" in outcome.err and outcome.out == "draft_tokens: 24\n"
     assert fly.kept == [True]
     (found,) = read_tuned(tmp_path / "tuned.yaml")
-    assert (found.target, found.settings, found.num_prompts) == ("qwen-coder-1.5b", {"draft_tokens": 24}, 1)
+    assert (found.target, found.settings, found.num_prompts) == ("qwen-coder-1.5b", {"draft_tokens": 24}, 4)
     shown = fly("config", "show").out
     line = next(line for line in shown.splitlines() if line.startswith("draft_tokens"))
     assert line.split() == ["draft_tokens:", "24", "#", "fly", "tune,", found.date]
 
 
 def test_a_tuning_reaches_a_bench_of_the_same_pair(fly, tmp_path, monkeypatch):
-    prompt = tmp_path / "p.txt"
-    prompt.write_text("hello")
+    prompt = four_prompts(tmp_path)
     monkeypatch.setattr("fly_cli.cli.common.this_machine", lambda: "here")
     keep_tuned(tmp_path / "tuned.yaml", FOUND)
     assert fly("bench", str(prompt), "-n", "4", "--out", str(tmp_path / "out")).code == 0
@@ -229,11 +233,11 @@ def test_a_tuning_reaches_a_bench_of_the_same_pair(fly, tmp_path, monkeypatch):
 
 
 def test_a_prompt_that_fails_does_not_end_the_tuning(fly, tmp_path, monkeypatch):
-    (tmp_path / "p.jsonl").write_text('{"id": "bad", "prompt": "a"}\n{"id": "good", "prompt": "b"}\n')
+    four_prompts(tmp_path)
     usual = bench.answer
 
     def sometimes(pair, prompt, kind, settings):
-        if prompt.id == "bad":
+        if prompt.id == "p1":
             raise ValueError("no")
         return usual(pair, prompt, kind, settings)
 
@@ -244,16 +248,15 @@ def test_a_prompt_that_fails_does_not_end_the_tuning(fly, tmp_path, monkeypatch)
 
 
 def test_a_folder_that_holds_something_is_refused_before_anything_is_measured(fly, tmp_path):
-    (tmp_path / "p.txt").write_text("hello")
+    prompt = four_prompts(tmp_path)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
-    outcome = fly("tune", str(tmp_path / "p.txt"), "--out", str(tmp_path / "out"))
+    outcome = fly("tune", str(prompt), "--out", str(tmp_path / "out"))
     assert outcome.code == 2 and "is not empty" in outcome.err and fly.kept == []
 
 
 def test_changes_that_do_not_pay_together_are_dropped(fly, tmp_path, monkeypatch):
-    prompt = tmp_path / "p.txt"
-    prompt.write_text("hello")
+    prompt = four_prompts(tmp_path)
     answers = iter([{"draft_tokens": 24, "window_size": 4}, {}])
     monkeypatch.setattr("fly_cli.cli.tune.recommend", lambda arms, summary, rows: next(answers))
     outcome = fly("tune", str(prompt), "-n", "6", "--out", str(tmp_path / "out"))
@@ -264,11 +267,16 @@ def test_changes_that_do_not_pay_together_are_dropped(fly, tmp_path, monkeypatch
 
 
 def test_a_dry_run_keeps_nothing(fly, tmp_path, monkeypatch):
-    prompt = tmp_path / "p.txt"
-    prompt.write_text("hello")
+    prompt = four_prompts(tmp_path)
     assert fly("tune", str(prompt), "-n", "4", "--dry-run", "-q").code == 0
     assert fly.kept == [False]
     assert not (tmp_path / "tuned.yaml").exists()
+
+
+def test_too_few_prompts_are_refused_at_once(fly, tmp_path):
+    (tmp_path / "p.txt").write_text("hello")
+    outcome = fly("tune", str(tmp_path / "p.txt"))
+    assert outcome.code == 2 and "1 prompt cannot tell a gain from noise" in outcome.err and fly.kept == []
 
 
 @pytest.mark.parametrize(

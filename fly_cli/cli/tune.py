@@ -17,6 +17,7 @@ import typer
 from ..bench_plan import Plan, choose_prompts
 from ..bench_rows import Results, read_header
 from ..catalog import Catalog, load_catalog
+from ..commentary import count
 from ..config import resolve
 from ..errors import UsageError
 from ..processes import Processes
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 TUNE = "Tune"
 NEW_TOKENS = 128  # of an answer, where the user asks for no other number
+FEWEST_PROMPTS = 4  # with an interval
 TOGETHER = "together"  # the folder of the second run
 
 
@@ -113,6 +115,11 @@ def tune(
         raw=settings.text.raw,
         read_stdin=lambda: read_stdin(sys.stdin, talk.note, asked=True),
     )
+    if len(chosen.prompts) < FEWEST_PROMPTS:
+        raise UsageError(
+            f"{count(len(chosen.prompts), 'prompt')} cannot tell a gain from noise",
+            hint=f"give at least {FEWEST_PROMPTS}, better a dozen, of the kind that is to come",
+        )
     for note in (*settings.notes, *chosen.notes):
         talk.note(note)
     tell_skipped(chosen, talk)
@@ -143,7 +150,7 @@ def find(job: Job, catalog: Catalog, build: Callable[..., DecodeSettings], *, ke
     """Measure each change alone, then those that pay together against the settings in effect."""
     job.check()
     arms, models = job.plan.arms, job.settings.models
-    job.talk.note(f"{len(job.plan.prompts)} prompts, each answered in {len(arms)} ways")
+    job.talk.note(f"{count(len(job.plan.prompts), 'prompt')}, each answered in {len(arms)} ways")
     pair = load(job.settings, catalog, job.talk)
     with job.talk.status("measuring forwards"):
         pair = pair.with_measured_costs(keep=keep_costs)
