@@ -109,12 +109,13 @@ class Results:
                     yield row
 
     def merge(self, order: Iterable[Key]) -> None:
-        """Put the rows of all processes into one file, in `order`. The others must have closed theirs."""
+        """Put the rows of all processes and sessions into one file, in `order`. The others must have closed theirs."""
         ranks = rank_files(self.folder)
-        if not ranks:
+        place = {key: number for number, key in enumerate(order)}
+        places = [place.get(key_of(row), len(place)) for row in self.rows()]
+        if not ranks and places == sorted(places):
             return
         self.close()
-        place = {key: number for number, key in enumerate(order)}
         rows = sorted(self.rows(), key=lambda row: place.get(key_of(row), len(place)))
         write_whole(self.folder / ROWS, b"".join(map(to_line, rows)))
         for path in ranks:  # a crash before this line leaves copies, which `rows` passes over
@@ -152,8 +153,8 @@ def check_folder(folder: Path, header: Mapping[str, Any], *, resume: bool) -> No
     """
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"`{folder}` is no folder", hint="give another `--out`")
-    if not folder.exists() or not any(folder.iterdir()):
-        return
+    if not folder.exists() or not any(not path.name.startswith(f".{HEADER}.") for path in folder.iterdir()):
+        return  # at most what a kill left of a header that was being written
     if not resume:
         raise UsageError(
             f"`{folder}` is not empty", hint="`--resume` goes on where it stopped; or give another `--out`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -90,7 +91,9 @@ def read(file: Path) -> dict[str, dict[int, float]]:
     try:
         content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         return {
-            name: {int(rows): float(seconds) for rows, seconds in content[name].items() if float(seconds) > 0}
+            name: {
+                int(rows): float(seconds) for rows, seconds in content[name].items() if 0 < float(seconds) < math.inf
+            }
             for name in ("target", "draft")
             if name in content
         }

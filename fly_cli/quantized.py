@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import warnings
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,8 +148,10 @@ def fill(skeleton: Any, state: dict[str, Tensor]) -> Any:
             weight, scale = state.pop(name + WEIGHT), state.pop(name + SCALE)
         except KeyError as error:
             raise ValueError(f"no weights for {name}") from error
-        if weight.shape != layer.weight.shape:
-            raise ValueError(f"{name} is {list(weight.shape)} and should be {list(layer.weight.shape)}")
+        if weight.shape != layer.weight.shape or weight.dtype != torch.int8:
+            raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)} and should be {list(layer.weight.shape)}")
+        if scale.shape != weight.shape[:1] or not (scale.isfinite() & (scale > 0)).all():
+            raise ValueError(f"the scales of {name} make no sense")
         skeleton.set_submodule(name, Int8Linear(weight, scale, state.pop(f"{name}.bias", None)))
     narrow = set()
     for name, embedding in embeddings(skeleton).items():
@@ -196,11 +199,18 @@ def keep_prepared(file: Path, state: dict[str, Tensor]) -> bool:
         if disk is not None and disk.f_bavail * disk.f_frsize < needed:
             return False
         save_file(state, scratch, metadata={"format": FORMAT})
+        with scratch.open("rb") as written:
+            os.fsync(written.fileno())  # the name must not be on disk before the content
         scratch.replace(file)
     except Exception:
-        scratch.unlink(missing_ok=True)
+        forget(scratch)
         return False
     except BaseException:  # Ctrl-C
-        scratch.unlink(missing_ok=True)
+        forget(scratch)
         raise
     return True
+
+
+def forget(scratch: Path) -> None:
+    with suppress(OSError):  # the folder may be one that nobody can write to
+        scratch.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from .errors import FlyError, SettingsError
+from .settings import DecodeSettings
 
 TUNABLE = ("draft_tokens", "window_size", "draft_lookup", "entropy_threshold")
 
@@ -43,7 +44,9 @@ def read_tuned(file: Path) -> list[Tuned]:
             raise TypeError("settings that are not tuned")
         if any(not isinstance(one.models, dict) for one in found):
             raise TypeError("no table")
-    except TypeError as error:
+        for one in found:
+            DecodeSettings(**one.settings)
+    except (TypeError, SettingsError) as error:
         raise unreadable(file) from error
     return found
 

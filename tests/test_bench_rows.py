@@ -101,6 +101,12 @@ def test_the_rows_of_several_processes_are_merged_in_order_and_once(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_what_a_kill_left_of_a_header_is_no_result(tmp_path):
+    (tmp_path / ".settings.json.4242").write_text("{")
+    begin(tmp_path, HEADER, resume=False)
+    assert read_header(tmp_path) == HEADER
+
+
 def test_a_new_folder_gets_its_header_and_a_full_one_is_left_alone(tmp_path):
     folder = tmp_path / "new" / "out"
     begin(folder, HEADER, resume=False)

@@ -51,7 +51,10 @@ def test_another_placement_has_a_table_of_its_own(tmp_path, models):
     assert load_costs(PLACES[:1], tmp_path).draft is None
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"target": {"x": 1}}', '{"target": 5}', '{"target": {"1": -3}}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"target": {"x": 1}}', '{"target": 5}', '{"target": {"1": -3}}', '{"target": {"1": Infinity}}'],
+)
 def test_a_spoiled_table_is_as_good_as_none(tmp_path, content):
     file = costs_file(PLACES, tmp_path)
     file.parent.mkdir(parents=True)

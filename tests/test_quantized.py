@@ -145,6 +145,10 @@ def test_tensors_of_another_model_are_refused():
         lambda s: s.update({"model.layers.9.norm.weight": torch.ones(3)}),
         lambda s: s.update({"model.norm.weight": torch.ones(3)}),
         lambda s: s.update({"lm_head.int8": torch.ones(3, 3, dtype=torch.int8)}),
+        lambda s: s.update({"lm_head.int8": s["lm_head.int8"].float()}),
+        lambda s: s.update({"lm_head.scale": s["lm_head.scale"] * float("nan")}),
+        lambda s: s.update({"lm_head.scale": s["lm_head.scale"] * 0}),
+        lambda s: s.update({"lm_head.scale": torch.ones(1)}),
     ):
         damaged = dict(state)
         damage(damaged)
@@ -166,6 +170,14 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypat
         with pytest.raises(KeyboardInterrupt):
             keep_prepared(file, {"a": torch.ones(1)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    assert not keep_prepared(tmp_path / "file" / "x" / "model.safetensors", {"a": torch.ones(1)})
+    monkeypatch.setattr(quantized, "save_file", lambda *given, **more: (_ for _ in ()).throw(OSError("read-only")))
+    monkeypatch.setattr("pathlib.Path.unlink", lambda *given, **more: (_ for _ in ()).throw(OSError("read-only")))
+    assert not keep_prepared(tmp_path / "model.safetensors", {"a": torch.ones(1)})
 
 
 def test_changed_weights_are_prepared_anew(tmp_path):

@@ -156,9 +156,17 @@ def test_a_file_that_is_not_ours_is_refused_with_what_to_do(tmp_path, content):
 
 def test_settings_that_are_not_tuned_are_refused(tmp_path):
     file = tmp_path / "tuned.yaml"
-    keep_tuned(file, replace(FOUND, settings={"trust_remote_code": True}))
-    with pytest.raises(SettingsError):
-        read_tuned(file)
+    for settings in ({"trust_remote_code": True}, {"draft_tokens": 99999}, {"draft_tokens": "x"}):
+        file.unlink(missing_ok=True)
+        keep_tuned(file, replace(FOUND, settings=settings))
+        with pytest.raises(SettingsError, match="not what `fly tune` writes"):
+            read_tuned(file)
+
+
+def test_a_damaged_file_is_told_before_anything_is_measured(fly, tmp_path):
+    (tmp_path / "tuned.yaml").write_text("xx")
+    assert fly("tune", str(four_prompts(tmp_path))).code == 2
+    assert fly.kept == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):

@@ -25,7 +25,7 @@ from ..prompts import read_stdin
 from ..render import write
 from ..settings import LOOKUP, DecodeSettings
 from ..tune import BASE, combined_arm, recommend, trial_arms
-from ..tuned import TUNABLE, Tuned, how_loaded, keep_tuned
+from ..tuned import TUNABLE, Tuned, how_loaded, keep_tuned, read_tuned
 from . import common
 from .bench import tell_skipped, with_stdin_once
 from .bench_job import Job, TurnsFailedError, choose_models
@@ -115,6 +115,8 @@ def tune(
         raw=settings.text.raw,
         read_stdin=lambda: read_stdin(sys.stdin, talk.note, asked=True),
     )
+    if not dry_run:
+        read_tuned(common.tuned_file())  # a damaged file is told now, not when the result is to go there
     if len(chosen.prompts) < FEWEST_PROMPTS:
         raise UsageError(
             f"{count(len(chosen.prompts), 'prompt')} cannot tell a gain from noise",
