@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--target", default=ModelSettings().target)
     parser.add_argument("--draft", default=ModelSettings().draft)
     pair = load_pair(ModelSettings(**vars(parser.parse_args())))
-    if any(place.device_map != {"": torch.device("cpu")} for place in pair.placements):
+    if {str(device) for place in pair.placements for device in place.device_map.values()} != {"cpu"}:
         raise SystemExit("this measures the memory of the CPU, and the models are not there alone")
     speed = bandwidth()
     print(f"{processor_name()}, {torch.get_num_threads()} threads, torch {torch.__version__}: {speed / 1e9:.1f} GB/s\n")
