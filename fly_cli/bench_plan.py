@@ -97,18 +97,23 @@ def sweep_arms(sweep: Iterable[str], build: Build) -> tuple[list[Arm], list[str]
     arms, idle = [], []
     for point in itertools.product(*axes.values()):
         given = dict(zip(axes, point, strict=True))
-        name = f"fly[{','.join(f'{key}={show(value)}' for key, value in given.items())}]"
-        settings = build(mode="fly", **given)
-        if settings.window_size >= settings.draft_tokens:
-            idle.append(name)
+        arm = changed_arm(build, given)
+        if arm.settings.window_size >= arm.settings.draft_tokens:
+            idle.append(arm.name)
         else:
-            arms.append(Arm(name, "fly", settings))
+            arms.append(arm)
     if not arms:
         raise SettingsError(
             "no point of the sweep has a window smaller than its draft", hint="sweep smaller windows or longer drafts"
         )
     notes = [f"left out, for no window fits in the draft: {', '.join(idle)}"] if idle else []
     return arms, notes
+
+
+def changed_arm(build: Build, changes: Mapping[str, Any]) -> Arm:
+    """Fly with these settings replaced, under a name that tells them."""
+    text = ",".join(f"{name}={show(value)}" for name, value in changes.items())
+    return Arm(f"fly[{text}]", "fly", build(mode="fly", **changes))
 
 
 def show(value: Any) -> str:

@@ -255,7 +255,7 @@ def read_int8(located: Located, place: Placement, empty: Skeleton, progress: Pro
 
 def prepare_int8(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
     """The model with int8 weights, made now and kept for later runs."""
-    needed = 2 * place.weight_bytes + 2 * place.weight_bytes  # as it is stored, and its int8 form twice
+    needed = 4 * place.weight_bytes  # as it is stored (16 bits), and its int8 form twice
     require_memory(needed, f"preparing int8 weights of `{place.name}`")
     model = load_model(located, replace(place, dtype=torch.bfloat16, quantize="none"), settings, progress)
     progress.start(f"preparing int8 weights of {place.name}, once", None)

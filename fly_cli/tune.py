@@ -7,12 +7,12 @@ chance, so what is recommended is measured once more, against the settings in ef
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from . import figures
-from .bench_plan import Arm, show
+from .bench_plan import Arm, Build, changed_arm
 from .report import quality
 from .settings import DecodeSettings
 from .tuned import TUNABLE
@@ -27,9 +27,7 @@ BASE = "fly"  # the arm with the settings in effect
 DEFAULT_ENTROPY = DecodeSettings().entropy
 
 
-def trial_arms(
-    build: Callable[..., DecodeSettings], *, given: Iterable[str] = (), draft_model: bool = True
-) -> list[Arm]:
+def trial_arms(build: Build, *, given: Iterable[str] = (), draft_model: bool = True) -> list[Arm]:
     """The target alone, fly with the settings in effect, and fly with each change.
 
     `build` replaces settings; those `given` by hand are not changed. Without a draft model nothing can be deferred.
@@ -42,16 +40,10 @@ def trial_arms(
         if name == "entropy_threshold" and base.entropy != DEFAULT_ENTROPY:
             continue  # its scale is another one, and the default's is what is kept
         for value in values:
-            settings = build(mode="fly", **{name: value})
-            if settings != base and settings.window_size < settings.draft_tokens:
-                arms.append(Arm(f"fly[{name}={show(value)}]", "fly", settings))
+            arm = changed_arm(build, {name: value})
+            if arm.settings != base and arm.settings.window_size < arm.settings.draft_tokens:
+                arms.append(arm)
     return arms
-
-
-def combined_arm(build: Callable[..., DecodeSettings], changes: Mapping[str, Any]) -> Arm:
-    """Fly with all of the changes."""
-    text = ",".join(f"{name}={show(value)}" for name, value in changes.items())
-    return Arm(f"fly[{text}]", "fly", build(mode="fly", **changes))
 
 
 def changes_of(arm: Arm, base: DecodeSettings) -> dict[str, Any]:

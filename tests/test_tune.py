@@ -15,13 +15,14 @@ from cli_helpers import Fly
 from test_config import configure
 
 from fly_cli import bench
+from fly_cli.bench_plan import changed_arm
 from fly_cli.bench_rows import read_header
 from fly_cli.config import Layer, resolve
 from fly_cli.errors import FlyError, SettingsError
 from fly_cli.models import Pair
 from fly_cli.report import summarise
 from fly_cli.settings import DecodeSettings
-from fly_cli.tune import BASE, changes_of, combined_arm, recommend, trial_arms
+from fly_cli.tune import BASE, changes_of, recommend, trial_arms
 from fly_cli.tuned import TUNABLE, Tuned, keep_tuned, read_tuned
 
 LOADED = {"dtype": "auto", "device_map": "auto", "draft_device": None, "draft_quantize": "auto"}
@@ -89,7 +90,7 @@ def test_settings_given_by_hand_stay_and_without_a_draft_model_only_lengths_are_
 
 
 def test_changes_go_together_in_one_arm():
-    arm = combined_arm(build, {"draft_tokens": 24, "draft_lookup": False})
+    arm = changed_arm(build, {"draft_tokens": 24, "draft_lookup": False})
     assert (arm.settings.draft_tokens, arm.settings.draft_lookup) == (24, False)
     assert arm.name == "fly[draft_tokens=24,draft_lookup=false]"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import date
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..bench_plan import Plan, choose_prompts
+from ..bench_plan import Build, Plan, changed_arm, choose_prompts
 from ..bench_rows import Results, read_header
 from ..catalog import Catalog, load_catalog
 from ..commentary import count
@@ -24,7 +23,7 @@ from ..processes import Processes
 from ..prompts import read_stdin
 from ..render import write
 from ..settings import LOOKUP, DecodeSettings
-from ..tune import BASE, combined_arm, recommend, trial_arms
+from ..tune import BASE, recommend, trial_arms
 from ..tuned import TUNABLE, Tuned, how_loaded, keep_tuned, read_tuned
 from . import common
 from .bench import tell_skipped, with_stdin_once
@@ -148,7 +147,7 @@ def tune(
             keep_tuned(common.tuned_file(), found)
 
 
-def find(job: Job, catalog: Catalog, build: Callable[..., DecodeSettings], *, keep: bool, keep_costs: bool) -> Tuned:
+def find(job: Job, catalog: Catalog, build: Build, *, keep: bool, keep_costs: bool) -> Tuned:
     """Measure each change alone, then those that pay together against the settings in effect."""
     job.check()
     arms, models = job.plan.arms, job.settings.models
@@ -160,7 +159,7 @@ def find(job: Job, catalog: Catalog, build: Callable[..., DecodeSettings], *, ke
     changes = recommend(arms, summary, Results(job.folder).rows())
     chosen = BASE
     if changes:
-        together = combined_arm(build, changes)
+        together = changed_arm(build, changes)
         again = replace(job, plan=replace(job.plan, arms=[*arms[:2], together]), folder=job.folder / TOGETHER)
         summary = measure(again, catalog, pair, keep=keep)
         if recommend(again.plan.arms, summary, Results(again.folder).rows()):
