@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import FlyError, UsageError
+from .files import written_whole
 from .stats import Summary
 
 FORMAT = 2
@@ -268,16 +269,8 @@ def to_json(value: Any) -> bytes:
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file in one step as others see it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    with written_whole(path) as unfinished:
+        unfinished.write_bytes(content)
 
 
 def write_all(descriptor: int, content: bytes) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .cached_model import CachedModel
+from .files import written_whole
 from .placement import Placement
 from .schedule import CostTable, guess_costs
 from .storage import default_cache_dir
@@ -70,9 +71,8 @@ def store_costs(
                 known[rows] = (known.get(rows, median(seconds)) + median(seconds)) / 2
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}.tmp")
-        scratch.write_text(json.dumps(table), encoding="utf-8")
-        scratch.replace(file)
+        with written_whole(file) as unfinished:
+            unfinished.write_text(json.dumps(table), encoding="utf-8")
     except OSError:
         return
 

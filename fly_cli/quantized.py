@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import warnings
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from .files import written_whole
 from .storage import HEADROOM_BYTES, default_cache_dir
 
 LEAST_SHARE = 0.8  # of the weights outside the embeddings that must be in linear layers for int8 to pay
@@ -191,26 +191,14 @@ def read_prepared(file: Path) -> dict[str, Tensor] | None:
 
 def keep_prepared(file: Path, state: dict[str, Tensor]) -> bool:
     """Put the tensors on disk, whole or not at all. False where they cannot be kept."""
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         disk = os.statvfs(file.parent) if hasattr(os, "statvfs") else None
         needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + HEADROOM_BYTES
         if disk is not None and disk.f_bavail * disk.f_frsize < needed:
             return False
-        save_file(state, scratch, metadata={"format": FORMAT})
-        with scratch.open("rb") as written:
-            os.fsync(written.fileno())  # the name must not be on disk before the content
-        scratch.replace(file)
+        with written_whole(file) as unfinished:
+            save_file(state, unfinished, metadata={"format": FORMAT})
     except Exception:
-        forget(scratch)
         return False
-    except BaseException:  # Ctrl-C
-        forget(scratch)
-        raise
     return True
-
-
-def forget(scratch: Path) -> None:
-    with suppress(OSError):  # the folder may be one that nobody can write to
-        scratch.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import yaml
 
 from .errors import FlyError, SettingsError
+from .files import written_whole
 from .settings import DecodeSettings
 
 TUNABLE = ("draft_tokens", "window_size", "draft_lookup", "entropy_threshold")
@@ -60,11 +60,10 @@ def keep_tuned(file: Path, tuned: Tuned) -> None:
     others = [one for one in read_tuned(file) if not same_case(one, tuned)]
     entries = yaml.safe_dump([asdict(one) for one in [*others, tuned]], sort_keys=False, allow_unicode=True)
     text = f"# by `fly tune`: without its entry a pair has the defaults again\n{entries}"
-    scratch = file.with_suffix(f".{os.getpid()}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        scratch.write_text(text, encoding="utf-8")
-        scratch.replace(file)
+        with written_whole(file) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
     except OSError as error:
         raise FlyError(
             f"the result cannot be kept in `{file}`: {error.strerror}", hint="check the permissions of its folder"
