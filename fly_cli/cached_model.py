@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,21 +20,50 @@ TIMINGS_KEPT = 32
 PREFILL_CHUNK = 2048  # tokens a forward; bounds the memory of a long prompt's activations
 
 
+class Timings(dict[int, deque[float]]):
+    """Rows -> seconds of the last forwards over so many."""
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.setdefault(rows, deque(maxlen=TIMINGS_KEPT)).append(seconds)
+
+
+class DraftModel(Protocol):
+    """What a drafter needs of a model, whatever runs it."""
+
+    name: str
+    path: Path  # the folder that it came from
+    max_length: int | None
+    vocab_rows: int
+    vocab_size: int
+    forward_seconds: float
+    timings: Timings
+    reads_rows: bool  # whether one forward has the logits of several rows
+
+    def reset(self) -> None: ...
+
+    def read(self, ids: Sequence[int], last: int = 1) -> Tensor: ...
+
+    def settle(self, ids: Sequence[int]) -> None: ...
+
+
 class CachedModel:
     """A model and its cache. `read` is all there is to know about it.
 
     Raises `UnsupportedModelError` when made of a model whose cache cannot be rewound (recurrent states).
     """
 
+    reads_rows = True
+
     def __init__(self, model: Any, *, name: str, vocab_size: int | None = None):
         self.model = model
         self.name = name
+        self.path = Path(getattr(model, "name_or_path", ""))
         config = model.config.get_text_config(decoder=True)
         self.max_length: int | None = getattr(config, "max_position_embeddings", None)
         self.vocab_rows = int(config.vocab_size)  # ids that the embedding knows
         self.vocab_size = min(vocab_size or self.vocab_rows, self.vocab_rows)  # ids that may be chosen
         self.forward_seconds = 0.0  # time spent inside the model, ever
-        self.timings: dict[int, deque[float]] = {}  # rows -> seconds of the last forwards over so many
+        self.timings = Timings()
         self._config = config
         self._device = model.get_input_embeddings().weight.device
         # With accelerate's hooks, offloaded embeddings live on "meta" between forwards.
@@ -107,7 +137,7 @@ class CachedModel:
         synchronize(logits.device)
         seconds = perf_counter() - started
         self.forward_seconds += seconds
-        self.timings.setdefault(len(ids), deque(maxlen=TIMINGS_KEPT)).append(seconds)
+        self.timings.add(len(ids), seconds)
         return logits  # type: ignore[no-any-return]
 
     def _drop(self, count: int) -> None:

@@ -141,7 +141,8 @@ def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Draf
     window = None if settings.entropy_threshold is None else settings.window_size
     if pair.draft is None:
         return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None), window)) if adaptive else copier
-    inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
+    dear = adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds()
+    inside = lookup and pair.draft.reads_rows and not dear
     model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside)
     return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs, window)) if adaptive else model
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .cached_model import CachedModel
+from .cached_model import DraftModel
 from .events import Source
 from .evidence import to_host
 from .lookup import NgramIndex
@@ -80,7 +80,7 @@ class ModelDrafter:
     not its tokens.
     """
 
-    def __init__(self, model: CachedModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool):
+    def __init__(self, model: DraftModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool):
         self.model = model
         self.chooser = chooser
         self.stop_ids = stop_ids

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -18,12 +19,13 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from .cached_model import CachedModel
+from .cached_model import CachedModel, DraftModel
 from .catalog import Catalog, load_catalog
 from .costs import load_costs, measure_costs, store_costs
 from .cpu_linear import speed_up_linears
 from .errors import ModelError, SettingsError, UnsupportedModelError, out_of_memory
-from .placement import Placement, Skeleton, choose_dtype, gigabytes, plan, skeleton
+from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
+from .placement import Placement, Skeleton, choose_dtype, gigabytes, place_draft, plan, skeleton
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
@@ -33,13 +35,15 @@ from .text import Codec, one_line
 from .vocabulary import load_tokenizer, vocabulary_difference
 from .weights import Located, locate
 
+INT4_BUILD = 10  # bytes of memory for each weight while the int4 form is made
+
 
 @dataclass(frozen=True)
 class Pair:
     """A target, perhaps a draft model, and the tokenizer that both share."""
 
     target: CachedModel
-    draft: CachedModel | None
+    draft: DraftModel | None
     codec: Codec
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
@@ -58,7 +62,7 @@ class Pair:
         }
 
     @property
-    def models(self) -> list[CachedModel]:
+    def models(self) -> list[DraftModel]:
         """The target, and the draft model if there is one."""
         return [model for model in (self.target, self.draft) if model is not None]
 
@@ -143,53 +147,81 @@ def place_and_load(
     progress: Progress,
     *,
     plain_layers: bool = False,
-) -> tuple[list[CachedModel], tuple[Placement, ...]] | None:
+) -> tuple[list[Any], tuple[Placement, ...]] | None:
     """The models, the target first, each run once to see that it can be; and where they are.
 
     None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
     """
     target_place, draft_place = plan(skeletons[0], skeletons[1] if len(skeletons) > 1 else None, settings)
-    places = tuple(place for place in (target_place, draft_place) if place is not None)
-    models = load_models(folders, places, skeletons, settings, progress, plain_layers=plain_layers)
+    places = [place for place in (target_place, draft_place) if place is not None]
+    models = load_models(folders, places, skeletons, codec, settings, progress, plain_layers=plain_layers)
     try:
         cached = [
-            CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
+            model if isinstance(model, Int4Model) else CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
             for model, place in zip(models, places, strict=True)
         ]
     except AttributeError:
         if plain_layers:
             raise
         return None
-    return cached, places
+    return cached, tuple(places)
 
 
 def load_models(
     folders: Sequence[Located],
-    places: Sequence[Placement],
+    places: list[Placement],
     skeletons: Sequence[Skeleton],
+    codec: Codec,
     settings: ModelSettings,
     progress: Progress,
     *,
     plain_layers: bool = False,
 ) -> list[Any]:
-    """The models of these folders, placed. The target's layers are brought into shape while the draft is read."""
+    """The models of these folders, placed. The target's layers are brought into shape while the draft is read.
+
+    A draft model whose int4 form cannot be had gets another place.
+    """
     models: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
-        shaping = []
-        for located, place, empty in zip(folders, places, skeletons, strict=True):
-            if place.quantize == "none":
-                models.append(load_model(located, place, settings, progress))
-                if not plain_layers:
-                    shaping.append(pool.submit(speed_up_linears, models[-1]))
-                continue
-            model = read_int8(located, place, empty, progress)
-            if model is None:
-                wait(shaping)  # making skeletons changes how all threads make layers
-                model = prepare_int8(located, place, settings, progress)
+        shaping: list[Future[int]] = []
+        for index, (located, empty) in enumerate(zip(folders, skeletons, strict=True)):
+            # Making skeletons, as preparing weights does, changes how all threads make layers.
+            source = Source(located, empty, codec.vocab_size, settings, progress, alone=lambda: wait(shaping))
+            model, places[index] = load_placed(source, places[index])
             models.append(model)
+            if places[index].quantize == "none" and not plain_layers:
+                shaping.append(pool.submit(speed_up_linears, model))
         for one in shaping:
             one.result()
     return models
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a model is loaded from, and how."""
+
+    located: Located
+    empty: Skeleton
+    vocab_size: int  # ids that may be chosen
+    settings: ModelSettings
+    progress: Progress
+    alone: Callable[[], object]  # returns when no other thread works on a model
+
+
+def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
+    """The model in the form that its place says, or in another where its int4 form cannot be had; and where it is."""
+    if place.quantize == "int4":
+        try:
+            return load_int4(source, place), place
+        except Int4Error as error:
+            place = place_without_int4(source, place, error)
+    if place.quantize == "int8":
+        model = read_int8(source.located, place, source.empty, source.progress)
+        if model is None:
+            source.alone()
+            model = prepare_int8(source.located, place, source.settings, source.progress)
+        return model, place
+    return load_model(source.located, place, source.settings, source.progress), place
 
 
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
@@ -197,7 +229,7 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     if pair.draft is None or pair.placements[1].quantize == "none":
         return pair
     place = pair.placements[1]
-    located = Located(place.name, Path(pair.draft.model.name_or_path), place.name)
+    located = Located(place.name, pair.draft.path, place.name)
     settings = replace(pair.settings, draft_quantize="none")
     (device,) = place.device_map.values()
     plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize="none")
@@ -270,6 +302,65 @@ def prepare_int8(located: Located, place: Placement, settings: ModelSettings, pr
         return fill(empty.model, state)
     finally:
         progress.finish()
+
+
+def load_int4(source: Source, place: Placement) -> Int4Model:
+    """The model with the int4 weights that an earlier run prepared, or that are made now and kept.
+
+    Raises `Int4Error` where they cannot be made or are not right on this machine.
+    """
+    folder = int4_folder(source.located.path)
+    if folder.is_dir():
+        try:
+            return read_int4(source, place, folder)
+        except Int4Error:  # cut short, or of another version: it is made again
+            shutil.rmtree(folder, ignore_errors=True)
+    source.alone()
+    try:
+        prepare_int4(source, place, folder)
+        return read_int4(source, place, folder)
+    except Int4Error as error:
+        give_up(folder, error)
+        raise
+    except OSError as error:
+        raise Int4Error(f"`{folder.parent}` cannot be written: {error.strerror}") from error
+
+
+def read_int4(source: Source, place: Placement, folder: Path) -> Int4Model:
+    """The model of a prepared folder, compared with the plain one. Raises `Int4Error`."""
+    source.progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int4)", None)
+    try:
+        config = source.empty.model.config
+        model = Int4Model(open_session(folder), config, name=place.name, vocab_size=source.vocab_size)
+        check(model, folder)
+        return model
+    finally:
+        source.progress.finish()
+
+
+def prepare_int4(source: Source, place: Placement, folder: Path) -> None:
+    """Make and keep the int4 form of a model, with the plain model's logits to check it by. Raises `Int4Error`."""
+    plain = replace(place, dtype=torch.bfloat16, quantize="none")
+    require_memory(INT4_BUILD * source.empty.num_parameters, f"preparing int4 weights of `{place.name}`")
+    reference = reference_reads(
+        CachedModel(load_model(source.located, plain, source.settings, source.progress), name=place.name)
+    )
+    source.progress.start(f"preparing int4 weights of {place.name}, once (a minute or so)", None)
+    try:
+        build(source.located.path, folder, reference)
+    finally:
+        source.progress.finish()
+
+
+def place_without_int4(source: Source, place: Placement, error: Int4Error) -> Placement:
+    """Another place for a draft model whose int4 form cannot be had. Raises `SettingsError` where it was asked for."""
+    if source.settings.draft_quantize == "int4":
+        raise SettingsError(
+            f"`{place.name}` cannot draft with int4 weights: {one_line(error)}", hint="use `--draft-quantize auto`"
+        ) from error
+    source.progress.note(f"`{place.name}` drafts without int4 weights: {one_line(error)}")
+    (device,) = place.device_map.values()
+    return place_draft(source.empty, torch.device(device), source.settings, without={"int4"})
 
 
 def refuse_missing_weights(name: str, info: Mapping[str, Any]) -> None:

@@ -97,7 +97,7 @@ def extras(kind: str, pair: Pair) -> tuple[dict[str, Any], list[Any]]:
         case "hf-lookup":
             return {"prompt_lookup_num_tokens": LOOKUP_TOKENS}, [model]
         case "hf-assisted" if pair.draft is not None:
-            assistant = pair.draft.model if pair.assistant is None else pair.assistant
+            assistant = pair.assistant or pair.draft.model  # type: ignore[attr-defined]  # int4 comes with an assistant
             extra: dict[str, Any] = {"assistant_model": assistant}
             if model.config.get_text_config().vocab_size != assistant.config.get_text_config().vocab_size:
                 # Embeddings padded to other sizes: transformers then wants both tokenizers, and goes by way of text.

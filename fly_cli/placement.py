@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
+from .int4 import LEAST_PARAMETERS, int4_bytes, no_int4
 from .quantized import int8_works, quantized_bytes, worth_quantizing
 from .settings import ModelSettings
 from .text import one_line
@@ -54,7 +55,7 @@ class Placement:
     dtype: torch.dtype
     weight_bytes: int
     cache_bytes: int
-    quantize: str = "none"  # or int8
+    quantize: str = "none"  # or int8, int4
 
     def describe(self) -> dict[str, Any]:
         """The placement as JSON values."""
@@ -155,22 +156,37 @@ def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) 
     return Placement(model.name, {"": device}, dtype, model.weight_bytes(dtype), model.cache_bytes(dtype))
 
 
-def place_draft(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
-    """The draft whole on its device, with int8 weights where that is asked for or, by "auto", possible."""
-    if settings.draft_quantize == "none" or ((why_not := no_int8(model, device)) and settings.draft_quantize == "auto"):
-        return place_whole(model, device, settings)
-    if why_not:
-        raise SettingsError(
-            f"`{model.name}` cannot draft with int8 weights: {why_not}", hint="use `--draft-quantize none` or `auto`"
-        )
+def place_draft(
+    model: Skeleton, device: torch.device, settings: ModelSettings, without: Set[str] = frozenset()
+) -> Placement:
+    """The draft whole on its device, with the weights that are asked for or, by "auto", the fastest that are possible.
+
+    `without` are forms that turned out not to work. Raises `SettingsError` for one that is asked for and not possible.
+    """
+    asked = settings.draft_quantize
+    forms = ("int4", "int8") if asked == "auto" else () if asked == "none" else (asked,)
+    if asked == "auto" and model.num_parameters < LEAST_PARAMETERS:
+        forms = ("int8",)
     dtype = torch.float32  # of what lies between the layers
-    return Placement(model.name, {"": device}, dtype, quantized_bytes(model.model), model.cache_bytes(dtype), "int8")
+    for form in forms:
+        why_not = no_quantized(form, model, device)
+        if why_not and asked != "auto":
+            raise SettingsError(
+                f"`{model.name}` cannot draft with {form} weights: {why_not}",
+                hint="use `--draft-quantize none` or `auto`",
+            )
+        if not why_not and form not in without:
+            size = int4_bytes(model.model) if form == "int4" else quantized_bytes(model.model)
+            return Placement(model.name, {"": device}, dtype, size, model.cache_bytes(dtype), form)
+    return place_whole(model, device, settings)
 
 
-def no_int8(model: Skeleton, device: torch.device) -> str | None:
-    """Why the model cannot run with int8 weights there; None if it can."""
+def no_quantized(form: str, model: Skeleton, device: torch.device) -> str | None:
+    """Why the model cannot run with such weights there; None if it can."""
     if device.type != "cpu":
         return f"that is for the CPU, and the draft model goes to {device}"
+    if form == "int4":
+        return no_int4(model.model)
     if not worth_quantizing(model.model):
         return "most of its weights are not in linear layers"
     return None if int8_works() else "PyTorch's int8 kernels give no right result on this CPU"

@@ -18,7 +18,7 @@ from .errors import SettingsError
 MODES = ("fly", "exact", "target")
 ENTROPY_KINDS = ("topk", "normalized")
 SCHEDULES = ("adaptive", "constant")
-DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
+DRAFT_QUANTIZATIONS = ("auto", "none", "int8", "int4")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
 DEFAULT_TARGET = "qwen-coder-1.5b"
@@ -97,7 +97,7 @@ class ModelSettings:
     dtype: str = "auto"
     device_map: str | dict[str, str | int] = "auto"  # auto, a device, or a map module -> device
     draft_device: str | None = None  # None: planned together with the target
-    draft_quantize: str = "auto"  # weights of the draft model; auto: int8 on a CPU that is good at it
+    draft_quantize: str = "auto"  # weights of the draft model; auto: the fastest form on a CPU
     max_memory: dict[str, str] | None = None  # device -> size such as "20GB"
     offload_folder: str | None = None
     offline: bool = False

@@ -39,6 +39,8 @@ RANKS = [
         "cached_model",
         "cpu_linear",
         "quantized",
+        "int4",
+        "bf16_rows",
         "costs",
         "models",
     }
