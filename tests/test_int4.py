@@ -133,7 +133,8 @@ def test_a_forward_that_is_interrupted_leaves_the_cache_empty_not_wrong(tied, mo
 
 def test_the_planned_size_is_that_of_the_file(tied):
     positions = 2 * 2048 * 16 * 4  # sines and cosines, which are next to nothing beside the weights of a real model
-    assert int4_bytes(tied[0]) + positions == pytest.approx((tied[2] / "model.onnx.data").stat().st_size, rel=0.05)
+    size = (tied[2] / "model.onnx.data").stat().st_size - positions
+    assert 0.7 * int4_bytes(tied[0]) < size < 1.05 * int4_bytes(tied[0])  # tied weights are stored once or twice
 
 
 def test_logits_that_are_not_the_models_own_are_found_out(tied, tmp_path):
