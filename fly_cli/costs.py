@@ -21,7 +21,7 @@ from .schedule import CostTable, guess_costs
 from .storage import default_cache_dir
 
 MOST_ROWS = 64  # more rows are prefill
-MEASURED_ROWS = (1, 2, 4, 7, 8, 12, 16, 24, 32)
+MEASURED_ROWS = (1, 2, 4, 6, 7, 8, 12, 16, 24, 32)
 CONTEXT = 192  # tokens before a measured block
 REPEATS = 5
 
