@@ -233,15 +233,21 @@ class Adaptive:
         return best
 
     def goes_on(self, confidences: Sequence[float], limit: int) -> bool:
-        """Whether one more token is worth drafting, in a draft of at most `limit`, behind tokens of such confidence."""
-        n = len(confidences)
-        if n >= limit:
-            return False
-        chance = self.next.value
+        """Whether more is worth drafting, in a draft of at most `limit`, behind tokens of such confidence.
+
+        More is one token or several: rows come in blocks, and the first of a block may not pay on its own.
+        """
+        n, chance = len(confidences), 1.0
         for j, confidence in enumerate(confidences):
             chance *= self.chance_of(confidence, limit - 1 - j)
-        seconds = self.costs.step_seconds() + self.costs.verify_seconds(n + 1) - self.costs.verify_seconds(n)
-        return chance > self.rate * seconds
+        tokens, before = 0.0, self.costs.verify_seconds(n)
+        for more in range(1, limit - n + 1):
+            chance *= self.next.value
+            tokens += chance
+            seconds = more * self.costs.step_seconds() + self.costs.verify_seconds(n + more) - before
+            if tokens > self.rate * seconds:
+                return True
+        return False
 
     def chance_of(self, confidence: float, num_behind: int) -> float:
         """How likely a token of the draft model is kept: as the target's own choice, or deferred if a window fits."""

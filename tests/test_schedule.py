@@ -101,6 +101,15 @@ def test_a_draft_stops_sooner_after_doubt_and_where_steps_are_dear():
     assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure, 15)
 
 
+def test_a_row_that_begins_a_block_pays_if_the_block_does():
+    blocks = CostTable({1: 1.0, 6: 1.0, 7: 1.6, 12: 1.6, 13: 2.2, 18: 2.2}, {1: 0.02})
+    policy = Adaptive(blocks)
+    policy.rounds.add(tokens=30, seconds=10)
+    assert policy.goes_on([0.998] * 5, 15)
+    assert not policy.goes_on([0.998] * 5, 6)  # a single row of the block does not
+    assert not policy.goes_on([0.998] * 4 + [0.1], 15)
+
+
 def test_a_doubt_counts_less_where_a_window_fits_behind_it_and_mismatches_are_forgiven():
     strict, relaxed = Adaptive(CHEAP_ROWS), Adaptive(CHEAP_ROWS, window_size=6)
     assert relaxed.chance_of(0.4, 6) > relaxed.chance_of(0.4, 5) == strict.chance_of(0.4, 6)
