@@ -39,6 +39,10 @@ RANKS = [
         "cached_model",
         "cpu_linear",
         "quantized",
+        "lowbit",
+        "cache_layers",
+        "descriptions",
+        "pairing",
         "costs",
         "models",
     }
