@@ -40,7 +40,7 @@ def cache_layers(name: str, model: Any) -> CacheLayers:
             hint="use a model with attention layers",
         ) from error
     kinds = ("state of its own" if has_own_state(model) else kind_of(layer) for layer in cache.layers)
-    return CacheLayers(Counter(kinds), can_rewind(model, cache))
+    return CacheLayers(dict(Counter(kinds)), can_rewind(model, cache))
 
 
 def kind_of(layer: Any) -> str:

@@ -49,7 +49,7 @@ RANKS = [
     | {"machine", "processes"},
     {"draft", "answer"},
     {"decode"},
-    {"api", "peers", "bench"},
+    {"api", "peers", "bench", "check"},
     {"cli", "__main__", "__init__"},
 ]
 RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
