@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .errors import UnsupportedModelError
+from .cache_layers import can_rewind, not_rewindable
 from .lookup import common_prefix
 
 TIMINGS_KEPT = 32
@@ -156,17 +156,12 @@ class CachedModel:
 
     def _probe(self) -> None:
         """Read one token and look at the cache: only then does each layer know whether it can be rewound."""
-        refused = UnsupportedModelError(
-            f"`{self.name}` (model type `{self.model.config.model_type}`) has layers whose state cannot be rewound",
-            hint="rejected tokens must leave the cache again; use a model with attention layers only",
-        )
         try:
             self._forward([0], 1)
         except TypeError as error:
-            raise refused from error
-        recurrent = [layer for layer in self._cache.layers if not layer.is_croppable or hasattr(layer, "conv_states")]
-        if recurrent or self._cache.get_seq_length() != 1:
-            raise refused
+            raise not_rewindable(self.name, self.model) from error
+        if not can_rewind(self.model, self._cache) or self._cache.get_seq_length() != 1:
+            raise not_rewindable(self.name, self.model)
         self.reset()
         self.forward_seconds = 0.0
         self.timings.clear()

@@ -30,10 +30,16 @@ def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -
     """The stored table of these models, placed so, on this machine; a guess from their sizes before the first run."""
     target, *draft = placements
     guess = guess_costs(target.weight_bytes, draft[0].weight_bytes if draft else None)
+    return stored_costs(placements, cache_dir) or guess
+
+
+def stored_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -> CostTable | None:
+    """What earlier runs of these models, placed so, took on this machine; None before the first one."""
     stored = read(costs_file(placements, cache_dir))
-    if not stored.get("target") or (draft and not stored.get("draft")):
-        return guess
-    return CostTable(stored["target"], stored["draft"] if draft else None)
+    with_draft = len(placements) > 1
+    if not stored.get("target") or (with_draft and not stored.get("draft")):
+        return None
+    return CostTable(stored["target"], stored["draft"] if with_draft else None)
 
 
 def measure_costs(models: Sequence[DraftModel]) -> CostTable:

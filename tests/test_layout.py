@@ -41,13 +41,17 @@ RANKS = [
         "quantized",
         "int4",
         "bf16_rows",
+        "lowbit",
+        "cache_layers",
+        "descriptions",
+        "pairing",
         "costs",
         "models",
     }
     | {"machine", "processes"},
     {"draft", "answer"},
     {"decode"},
-    {"api", "peers", "bench"},
+    {"api", "peers", "bench", "check"},
     {"cli", "__main__", "__init__"},
 ]
 RANK_OF = {name: rank for rank, names in enumerate(RANKS) for name in names}
