@@ -28,6 +28,7 @@ from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
+from .spelling import Spelling, Translation
 from .storage import require_memory
 from .text import Codec, one_line
 from .vocabulary import load_tokenizer, vocabulary_difference
@@ -36,7 +37,7 @@ from .weights import Located, locate
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, perhaps a draft model, and the tokenizer that both share."""
+    """A target, perhaps a draft model, and the target's tokenizer."""
 
     target: CachedModel
     draft: CachedModel | None
@@ -45,6 +46,7 @@ class Pair:
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
     assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
+    translation: Translation | None = None  # where the draft model has another tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Settings, placement, stop ids and versions as JSON values."""
@@ -105,20 +107,21 @@ def assemble(
     with_draft = len(paths) > 1
     names = [str(settings.target), str(settings.draft)][: len(paths)]
     trust = settings.trust_remote_code
-    if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
-        raise UnsupportedModelError(
-            f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
-            hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
-        )
     skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
     ends = [end_ids(name, path, one.model.config) for name, path, one in zip(names, paths, skeletons, strict=True)]
-    codec = Codec(
-        load_tokenizer(paths[0], trust_remote_code=trust),
-        settings=text_settings,
-        end_ids=ends[0],
-        vocab_rows=skeletons[0].model.config.get_text_config(decoder=True).vocab_size,
-    )
-    with_shaped = place_and_load(folders, skeletons, codec, settings, progress)
+
+    def codec_of(at: int, text: TextSettings) -> Codec:
+        rows = skeletons[at].model.config.get_text_config(decoder=True).vocab_size
+        tokenizer = load_tokenizer(paths[at], trust_remote_code=trust)
+        return Codec(tokenizer, settings=text, end_ids=ends[at], vocab_rows=rows)
+
+    codec, translation = codec_of(0, text_settings), None
+    if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
+        spellings = map(Spelling, (codec, codec_of(1, TextSettings(raw=not codec.chats))), names)
+        translation = Translation(*spellings)
+        progress.note(f"`{settings.draft}` drafts for `{settings.target}` by way of the text: {difference}")
+    vocab_sizes = [codec.vocab_size, translation.draft.codec.vocab_size if translation else codec.vocab_size]
+    with_shaped = place_and_load(folders, skeletons, vocab_sizes, settings, progress)
     if with_shaped is None:
         gc.collect()  # what was loaded goes before the same is loaded again
         if settings.draft_quantize == "int8":
@@ -129,16 +132,17 @@ def assemble(
         progress.note(f"{' or '.join(names)} looks at the weights of its layers, and so runs without the faster ones")
         skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
         plain = replace(settings, draft_quantize="none")
-        with_shaped = place_and_load(folders, skeletons, codec, plain, progress, plain_layers=True)
+        with_shaped = place_and_load(folders, skeletons, vocab_sizes, plain, progress, plain_layers=True)
         assert with_shaped is not None
     cached, places = with_shaped
-    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, places, load_costs(places))
+    draft = cached[1] if with_draft else None
+    return Pair(cached[0], draft, codec, settings, places, load_costs(places), translation=translation)
 
 
 def place_and_load(
     folders: Sequence[Located],
     skeletons: Sequence[Skeleton],
-    codec: Codec,
+    vocab_sizes: Sequence[int],
     settings: ModelSettings,
     progress: Progress,
     *,
@@ -153,8 +157,8 @@ def place_and_load(
     models = load_models(folders, places, skeletons, settings, progress, plain_layers=plain_layers)
     try:
         cached = [
-            CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
-            for model, place in zip(models, places, strict=True)
+            CachedModel(model, name=place.name, vocab_size=size)
+            for model, place, size in zip(models, places, vocab_sizes, strict=False)
         ]
     except AttributeError:
         if plain_layers:
