@@ -27,15 +27,16 @@ from .errors import ModelError, SettingsError, out_of_memory
 from .hub import is_offline
 from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
-from .pairing import Outlook, examine
+from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, Skeleton, choose_dtype, gigabytes, place_draft, skeleton
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
+from .spelling import Translation
 from .storage import require_memory
 from .text import Codec, one_line
-from .vocabulary import load_tokenizer
+from .vocabulary import Match
 from .weights import Located, locate
 
 INT4_BUILD = 10  # bytes of memory for each weight while the int4 form is made
@@ -43,7 +44,7 @@ INT4_BUILD = 10  # bytes of memory for each weight while the int4 form is made
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, perhaps a draft model, and the tokenizer that both share."""
+    """A target, perhaps a draft model, and the target's tokenizer."""
 
     target: CachedModel
     draft: DraftModel | None
@@ -52,6 +53,7 @@ class Pair:
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
     assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
+    translation: Translation | None = None  # where the draft model has another tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Settings, placement, stop ids and versions as JSON values."""
@@ -121,13 +123,13 @@ def assemble(
     """The pair of models in these folders: the target's, then perhaps the draft's."""
     outlook = examine(folders, settings)
     outlook.refuse()
-    codec = Codec(
-        load_tokenizer(folders[0].path, trust_remote_code=settings.trust_remote_code),
-        settings=text_settings,
-        end_ids=outlook.end_ids[0],
-        vocab_rows=outlook.rows[0],
-    )
-    loaded = load_and_try(folders, outlook, codec, settings, progress)
+    codec, translation = codec_of(outlook, folders, 0, text_settings, settings), None
+    if outlook.vocabularies is not None and outlook.vocabularies.kind is Match.DIFFERENT:
+        translation = translation_of(outlook, folders, codec, settings)
+        difference = outlook.vocabularies.describe()
+        progress.note(f"`{settings.draft}` drafts for `{settings.target}` by way of the text: {difference}")
+    sizes = [codec.vocab_size, translation.draft.codec.vocab_size if translation else codec.vocab_size]
+    loaded = load_and_try(folders, outlook, sizes, settings, progress)
     if loaded is None:
         gc.collect()  # what was loaded goes before the same is loaded again
         names = [place.name for place in outlook.places]
@@ -140,17 +142,17 @@ def assemble(
         plain = settings if settings.draft_quantize != "auto" else replace(settings, draft_quantize="none")
         outlook = examine(folders, plain)
         outlook.refuse()
-        loaded = load_and_try(folders, outlook, codec, plain, progress, plain_layers=True)
+        loaded = load_and_try(folders, outlook, sizes, plain, progress, plain_layers=True)
         assert loaded is not None
     cached, places = loaded
     draft = cached[1] if len(cached) > 1 else None
-    return Pair(cached[0], draft, codec, settings, places, load_costs(places))
+    return Pair(cached[0], draft, codec, settings, places, load_costs(places), translation=translation)
 
 
 def load_and_try(
     folders: Sequence[Located],
     outlook: Outlook,
-    codec: Codec,
+    vocab_sizes: Sequence[int],
     settings: ModelSettings,
     progress: Progress,
     *,
@@ -161,11 +163,11 @@ def load_and_try(
     None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
     """
     places = list(outlook.places)
-    models = load_models(folders, places, outlook, codec.vocab_size, settings, progress, plain_layers=plain_layers)
+    models = load_models(folders, places, outlook, vocab_sizes, settings, progress, plain_layers=plain_layers)
     try:
         cached = [
-            model if isinstance(model, Int4Model) else CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
-            for model, place in zip(models, places, strict=True)
+            model if isinstance(model, Int4Model) else CachedModel(model, name=place.name, vocab_size=size)
+            for model, place, size in zip(models, places, vocab_sizes, strict=False)
         ]
     except AttributeError:
         if plain_layers:
@@ -178,7 +180,7 @@ def load_models(
     folders: Sequence[Located],
     places: list[Placement],
     outlook: Outlook,
-    vocab_size: int,
+    vocab_sizes: Sequence[int],
     settings: ModelSettings,
     progress: Progress,
     *,
@@ -193,7 +195,7 @@ def load_models(
         shaping: list[Future[int]] = []
         for index, (located, empty) in enumerate(zip(folders, outlook.skeletons, strict=True)):
             # Making skeletons, as preparing weights does, changes how all threads make layers.
-            source = Source(located, empty, vocab_size, settings, progress, alone=lambda: wait(shaping))
+            source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(shaping))
             model, places[index] = load_placed(source, places[index])
             models.append(model)
             if places[index].quantize not in (OWN_INT8, OWN_INT4) and not plain_layers:

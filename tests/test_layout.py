@@ -19,6 +19,7 @@ RANKS = [
         "detokenize",
         "stops",
         "vocabulary",
+        "spelling",
         "sampling",
         "evidence",
         "theme",
@@ -49,7 +50,7 @@ RANKS = [
         "models",
     }
     | {"machine", "processes"},
-    {"draft", "answer"},
+    {"draft", "translate", "answer"},
     {"decode"},
     {"api", "peers", "bench", "check"},
     {"cli", "__main__", "__init__"},

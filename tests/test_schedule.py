@@ -168,6 +168,31 @@ def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_
     assert policy.choose(15, 0, 0)[0] is Way.MODEL
 
 
+def test_a_model_with_other_tokens_pays_less_where_it_takes_more_steps_for_one_of_the_targets():
+    same, few, many = Adaptive(CHEAP_ROWS), *(Adaptive(CHEAP_ROWS, translated=True) for _ in range(2))
+    assert same.token_seconds == few.token_seconds == CHEAP_ROWS.step_seconds()
+    for _ in range(20):
+        for policy, num_steps in ((same, 12), (few, 5), (many, 12)):
+            policy.learn_model([0.9] * 4, verdict(4, 4), [1] * num_steps)
+    assert same.token_seconds == CHEAP_ROWS.step_seconds()
+    assert many.token_seconds == pytest.approx(3 * CHEAP_ROWS.step_seconds(), rel=0.02)
+    assert few.goes_on([0.75], 15)
+    assert not many.goes_on([0.75], 15)
+
+
+def test_steps_of_a_model_that_come_to_nothing_are_counted_and_soon_saved():
+    policy, ways = Adaptive(CHEAP_ROWS, translated=True), []
+    for _ in range(200):
+        way, _ = policy.choose(15, 0, 0)
+        ways.append(way)
+        if way is Way.MODEL:
+            policy.learn_model([], verdict(0, 0), [1, 1])
+        else:
+            policy.learn_none()
+    assert 0 < ways.count(Way.MODEL) < 30
+    assert policy.rounds.rate < 1
+
+
 def test_choices_are_a_function_of_what_was_seen():
     assert play(DEAR_ROWS, lambda _: 0.8, seed=3)[1] == play(DEAR_ROWS, lambda _: 0.8, seed=3)[1]
 
