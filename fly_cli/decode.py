@@ -90,6 +90,7 @@ def decode(
         other_seconds = watch.lap()
 
         limit = room_for_draft(settings.draft_tokens, answer.room)
+        limit = int(min(limit, target.room_before_switch(len(ids))))
         draft = drafter.propose(ids, limit) if limit else Draft()
         drafted = answer.preview(draft.ids, draft.sources)
         draft_seconds = watch.lap()

@@ -105,6 +105,7 @@ class ModelDrafter:
             return draft
         if self.model.max_length is not None:
             limit = min(limit, self.model.max_length - len(ids))
+        limit = int(min(limit, self.model.room_before_switch(len(ids)) + 1))  # the last token is not read
         self.model.settle(ids[:-1])
         draft = Draft()
         while len(draft.ids) < limit:

@@ -95,9 +95,12 @@ def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Ske
 
 def cached_numbers(text: Any) -> int:
     """Keys and values that a model of this text config caches for each token."""
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
-    width = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
-    return int(2 * text.num_hidden_layers * heads * width)
+    numbers = 0
+    for layer in text.per_layer_config:
+        heads = getattr(layer, "num_attention_heads", 1)
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        numbers += int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * width)
+    return numbers
 
 
 def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> tuple[Placement, Placement | None]:

@@ -37,6 +37,7 @@ RANKS = [
         "weights",
         "placement",
         "cached_model",
+        "rope",
         "cpu_linear",
         "quantized",
         "costs",
