@@ -232,13 +232,19 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
 def check_map(target: Skeleton, device_map: DeviceMap, settings: ModelSettings) -> dict[str, torch.device | None]:
     """The device of each name in a map, None for the disk.
 
-    Raises `SettingsError` for unknown or missing modules, and for a device that is not there.
+    Raises `SettingsError` for unknown, missing or twice placed modules, and for a device that is not there.
     """
     known = {name for name, _ in target.model.named_modules()} | {name for name, _ in target.model.named_parameters()}
     if unknown := [module for module in device_map if module not in known]:
         raise SettingsError(
             f"the device map names {unknown[0]!r}, and `{target.name}` has no such module",
             hint=f"name {', '.join(name for name, _ in target.model.named_children())} or parts of them, or use `auto`",
+        )
+    if nested := [name for name in device_map if name and outer_entry(name, device_map) is not None]:
+        outer = outer_entry(nested[0], device_map) or "the whole model"
+        raise SettingsError(
+            f"the device map names {nested[0]} beside {outer}, which it is part of",
+            hint=f"name the other parts of {outer} in its place, or use `auto`",
         )
     try:
         check_device_map(target.model, device_map)
@@ -274,10 +280,17 @@ def take_map(
 
 
 def entry_of(parameter: str, device_map: Mapping[str, Any]) -> str:
-    """The name in a map that says where a parameter goes: the longest one that it is under."""
-    while parameter not in device_map:
-        parameter = parameter.rpartition(".")[0]
-    return parameter
+    """The name in a map that says where a parameter goes: itself, or what it is part of."""
+    return parameter if parameter in device_map else outer_entry(parameter, device_map) or ""
+
+
+def outer_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """The name in a map of what a module or parameter is part of, "" for the whole model; None if there is none."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in device_map:
+            return name
+    return None
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:
