@@ -143,7 +143,7 @@ def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Draf
     if pair.draft is None:
         return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None), window)) if adaptive else copier
     inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
-    model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside)
+    model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside, fallback=lookup)
     return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs, window)) if adaptive else model
 
 

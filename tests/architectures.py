@@ -50,8 +50,8 @@ FULL: dict[str, Callable[[], t.PreTrainedModel]] = {
     "qwen2": lambda: made(t.Qwen2ForCausalLM, t.Qwen2Config),
     "qwen3": lambda: made(t.Qwen3ForCausalLM, t.Qwen3Config, head_dim=16),
     "phi3": lambda: made(t.Phi3ForCausalLM, t.Phi3Config),
-    "gpt2, learned positions": lambda: made(
-        t.GPT2LMHeadModel, t.GPT2Config, n_positions=256, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+    "gpt2, learned positions": lambda n_positions=256: made(
+        t.GPT2LMHeadModel, t.GPT2Config, n_positions=n_positions, bos_token_id=0, eos_token_id=0
     ),
     "opt, learned positions with an offset": lambda: made(
         t.OPTForCausalLM,

@@ -5,12 +5,12 @@ from functools import cache
 
 import pytest
 import torch
-from architectures import ALL, CONTEXT, DYNAMIC, VOCAB, WINDOW, OneByOne, Uncached, codec
+from architectures import ALL, CONTEXT, DYNAMIC, WINDOW, OneByOne, Uncached, codec
 from models_for_tests import noisy_copy, tiny_llama
 
 from fly_cli.cached_model import CachedModel
 from fly_cli.decode import decode
-from fly_cli.events import Origin, Round, Started
+from fly_cli.events import FinishReason, Origin, Round, Source, Started
 from fly_cli.models import Pair
 from fly_cli.prompts import Prompt
 from fly_cli.sampling import Chooser
@@ -131,5 +131,39 @@ def test_no_forward_of_a_text_is_in_vain_where_longrope_changes_its_frequencies(
     assert CONTEXT < again <= CONTEXT + 7
 
 
-def test_the_vocabulary_of_these_models_is_the_tokenizers():
-    assert CODEC.vocab_size == VOCAB
+@cache
+def learned(positions):
+    """A GPT-2 whose table of positions ends there: a forward beyond it fails."""
+    return ALL["gpt2, learned positions"](n_positions=positions)
+
+
+@pytest.mark.parametrize("length", [60, 62, 63])
+@pytest.mark.parametrize("drafter", ["model", LOOKUP])
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_no_forward_goes_beyond_a_table_of_positions(length, drafter, schedule):
+    target = CachedModel(learned(64), name="t", vocab_size=CODEC.vocab_size)
+    draft = CachedModel(learned(64), name="d", vocab_size=CODEC.vocab_size) if drafter == "model" else None
+    prompt = Prompt(id="p", messages=None, text="ab" * (length // 2) + "a" * (length % 2))
+    settings = DecodeSettings(mode="exact", draft_tokens=8, max_new_tokens=20, draft_schedule=schedule)
+    events = list(decode(Pair(target, draft, CODEC, ModelSettings()), prompt, settings))
+    assert len(events[0].prompt_ids) == length
+    assert len(ids_of(events)) == 64 - length
+    assert events[-1].reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("length", [50, 100])
+@pytest.mark.parametrize("lookup", [True, False])
+@pytest.mark.parametrize("schedule", ["constant", "adaptive"])
+def test_a_draft_model_whose_table_ends_earlier_steps_aside_with_one_note(length, lookup, schedule):
+    target, draft = (CachedModel(learned(n), name="m", vocab_size=CODEC.vocab_size) for n in (256, 64))
+    pair = Pair(target, draft, CODEC, ModelSettings())
+    prompt = Prompt(id="p", messages=None, text="ab" * (length // 2))
+    settings = {"max_new_tokens": 100, "draft_lookup": lookup, "draft_schedule": schedule}
+    events = list(decode(pair, prompt, DecodeSettings(mode="exact", **settings)))
+    plain = list(decode(pair, prompt, DecodeSettings(mode="target", **settings)))
+    assert ids_of(events) == ids_of(plain)
+    (note,) = [note for event in events if isinstance(event, Round) for note in event.notes]
+    assert "context of 64 tokens" in note
+    assert ("lookup" in note) == lookup
+    copied = [token for e in events if isinstance(e, Round) for token in e.drafted if token.source is Source.COPY]
+    assert lookup or not copied

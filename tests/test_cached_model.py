@@ -4,6 +4,9 @@ import pytest
 import torch
 from architectures import ALL, CONTEXT, DYNAMIC, EXACT, RECURRENT, WINDOW, OneByOne, Uncached
 from models_for_tests import tiny_llama
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import BertConfig, BertLMHeadModel
 
 from fly_cli import cached_model
@@ -129,6 +132,52 @@ def test_prefill_asks_for_one_logit_row():
     model.lm_head.register_forward_hook(lambda *call: rows.append(call[2].shape[1]))
     cached.read(list(range(100)))
     assert rows == [1]
+
+
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_prompt_of_any_length_is_read_in_the_same_memory_beside_its_cache(attention, monkeypatch):
+    monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 64)
+    monkeypatch.setattr(cached_model, "PREFILL_LEAST", 8)
+    monkeypatch.setattr(cached_model, "PREFILL_CELLS", 64 * 256)
+    used = []
+    for length in (512, 2048):
+        cached = CachedModel(tiny_llama(0, attn_implementation=attention), name="tiny")
+        with Memory() as memory:
+            cached.read([i % 256 for i in range(length)])
+        states = 2 * sum(layer.keys.nbytes for layer in cached._cache.layers)
+        longer = cached._cache.layers[0].keys.nbytes  # one tensor of the cache is copied to grow
+        used.append(memory.most - states - longer)
+    assert used[1] <= used[0]
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 2048), (8192, 2048), (16_384, 1024), (10**6, 256)])
+def test_the_longer_a_text_the_fewer_of_its_tokens_are_read_at_once(length, rows):
+    assert cached_model.prefill_rows(length) == rows
+
+
+def test_sliding_layers_keep_no_more_of_a_long_prompt_than_their_window(monkeypatch):
+    monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 16)
+    cached = CachedModel(EXACT["mistral, sliding"](), name="mistral")
+    cached.read(list(range(200)))
+    assert cached._cache.layers[0].keys.shape[-2] < WINDOW + 16
 
 
 def test_an_interrupted_forward_leaves_an_empty_cache_and_right_logits():
