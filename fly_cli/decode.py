@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def decode(
     watch = Stopwatch()
     settings = settings or DecodeSettings()
     if settings.seed is None:
-        settings = replace(settings, seed=secrets.randbits(32))
+        settings = replace(settings, seed=pair.team.tell(lambda: secrets.randbits(32)))
     if isinstance(prompt, str):
         prompt = Prompt(id="prompt", messages=None, text=prompt)
     codec, target = pair.codec, pair.target
@@ -52,16 +53,18 @@ def decode(
     answer = Answer(codec, encoded.ids, settings, target.max_length)
 
     def verify(draft: Draft) -> Evidence:
-        return measure(
-            target.read(ids + draft.ids, last=len(draft.ids) + 1),
-            draft.ids,
-            position=len(ids),
-            num_new_tokens=answer.num_tokens,
-            chooser=chooser,
-            settings=settings,
-            protected_ids=codec.protected_ids,
-            copied=[source is Source.COPY for source in draft.sources],
-            record=record,
+        return pair.team.agree(
+            lambda: measure(
+                target.read(ids + draft.ids, last=len(draft.ids) + 1),
+                draft.ids,
+                position=len(ids),
+                num_new_tokens=answer.num_tokens,
+                chooser=chooser,
+                settings=settings,
+                protected_ids=codec.protected_ids,
+                copied=[source is Source.COPY for source in draft.sources],
+                record=record,
+            )
         )
 
     def commit(draft_ids: Sequence[int], verdict: Verdict) -> tuple[Token, ...]:
@@ -91,7 +94,7 @@ def decode(
 
         limit = room_for_draft(settings.draft_tokens, answer.room)
         limit = int(min(limit, target.room_before_switch(len(ids))))
-        draft = drafter.propose(ids, limit) if limit else Draft()
+        draft = pair.team.agree(partial(drafter.propose, ids, limit)) if limit else Draft()
         drafted = answer.preview(draft.ids, draft.sources)
         draft_seconds = watch.lap()
         yield Drafted(index, drafted)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
@@ -24,11 +25,13 @@ from .costs import load_costs, measure_costs, store_costs
 from .cpu_linear import speed_up_linears
 from .errors import ModelError, SettingsError, UnsupportedModelError, out_of_memory
 from .placement import Placement, Skeleton, choose_dtype, gigabytes, plan, skeleton
+from .processes import ALONE, Alone
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .storage import require_memory
+from .team import join_team, lost_processes
 from .text import Codec, one_line
 from .vocabulary import load_tokenizer, vocabulary_difference
 from .weights import Located, locate
@@ -44,6 +47,7 @@ class Pair:
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
+    team: Alone = ALONE  # the processes that share the target
     assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
 
     def describe(self) -> dict[str, Any]:
@@ -90,11 +94,13 @@ def load_pair(
     settings = settings or ModelSettings()
     catalog = catalog or load_catalog()
     progress = progress or Silent()
+    team = join_team(settings.processes) if settings.processes > 1 else ALONE
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
     names = [settings.target, settings.draft] if with_draft else [settings.target]
     folders = [locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names]
-    with quiet_libraries():
-        return assemble(folders, settings, text_settings or TextSettings(), progress)
+    with quiet_libraries(), lost_processes():
+        pair = assemble(folders, settings, text_settings or TextSettings(), progress)
+    return replace(pair, team=team, costs=team.tell(lambda: pair.costs))
 
 
 def assemble(
@@ -214,8 +220,7 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
         model, info = AutoModelForCausalLM.from_pretrained(
             located.path,
             dtype=place.dtype,
-            device_map=place.device_map,
-            offload_folder=settings.offload_folder,
+            **where(place, settings),
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
@@ -239,6 +244,13 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             f"`{place.name}` has {len(unused)} weights that its config.json has no place for: {a_few(unused)}"
         )
     return model.eval()
+
+
+def where(place: Placement, settings: ModelSettings) -> dict[str, Any]:
+    """What the loader is told about the place of a model."""
+    if place.processes > 1:
+        return {"distributed_config": DistributedConfig(tp_size=place.processes, tp_plan="auto")}
+    return {"device_map": place.device_map, "offload_folder": settings.offload_folder}
 
 
 def read_int8(located: Located, place: Placement, empty: Skeleton, progress: Progress) -> Any | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,12 +18,20 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
+from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
 from .settings import ModelSettings
 from .text import one_line
 
 PLANNED_TOKENS = 4096  # cache that a plan leaves room for
 HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
+WHOLE = {
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "all_reduce",
+    "mla_kv_a_proj",
+    "local_params",
+}  # styles of plans
 DeviceMap = dict[str, int | str | torch.device]
 
 
@@ -55,6 +65,7 @@ class Placement:
     weight_bytes: int
     cache_bytes: int
     quantize: str = "none"  # or int8
+    processes: int = 1  # that share the model; the sizes are of one's part
 
     def describe(self) -> dict[str, Any]:
         """The placement as JSON values."""
@@ -67,6 +78,7 @@ class Placement:
             "quantize": self.quantize,
             "weight_bytes": self.weight_bytes,
             "devices": devices,  # device -> number of modules (1 when the whole model is on one)
+            **({"processes": self.processes} if self.processes > 1 else {}),
         }
 
 
@@ -110,6 +122,8 @@ def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> t
     is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device not there.
     """
     free = free_memory(settings.max_memory)
+    if settings.processes > 1:
+        free = own_share(free)
     draft_place = None
     if draft is not None:
         device = checked_device(settings.draft_device) if settings.draft_device else roomiest(draft, free, settings)
@@ -198,6 +212,8 @@ def book(place: Placement, device: torch.device, weights: int, cache: int, free:
 
 
 def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
+    if settings.processes > 1:
+        return place_part(target, free, settings)
     if isinstance(settings.device_map, str) and settings.device_map != "auto":
         device = checked_device(settings.device_map)
         place = place_whole(target, device, settings)
@@ -227,6 +243,70 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
             "`--offload-folder DIR`",
         )
     return Placement(target.name, device_map, dtype, weights, cache)
+
+
+def own_share(free: Mapping[int | str, int]) -> dict[int | str, int]:
+    """What this process may use of the free bytes of its machine: its own accelerator, its part of the CPU's memory."""
+    place = place_of(os.environ)
+    own: dict[int | str, int] = {device: size for device, size in free.items() if device == place.local_rank}
+    return {**own, "cpu": free.get("cpu", 0) // place.local_world}
+
+
+def place_part(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
+    """The place of this process's part of a target that several processes share (tensor parallelism).
+
+    Raises `SettingsError` for settings that would place it otherwise, `UnsupportedModelError` for a model that cannot
+    be split so, `OutOfMemoryError` for a part that does not fit.
+    """
+    for name, value, default in (
+        ("device_map", settings.device_map, "auto"),
+        ("offload_folder", settings.offload_folder, None),
+    ):
+        if value != default:
+            raise SettingsError(
+                f"`{name}` has no place where {settings.processes} processes share the target: each has its own part",
+                hint="drop it, or use one process",
+            )
+    check_split(target, settings.processes)
+    device = next((accelerator(index) for index in free if isinstance(index, int)), torch.device("cpu"))
+    dtype = choose_dtype(settings.dtype, device)
+    plan = target.model.tp_plan
+    weights = sum(
+        parameter.numel() // (settings.processes if is_split(name, plan) else 1)
+        for name, parameter in target.model.named_parameters()
+    )
+    cache = target.cache_bytes(dtype) // settings.processes
+    place = Placement(target.name, {"": device}, dtype, weights * dtype.itemsize, cache, processes=settings.processes)
+    take(place, device, free)
+    return place
+
+
+def check_split(target: Skeleton, processes: int) -> None:
+    """Raise `UnsupportedModelError` for a model that transformers has no plan to split, or not into so many parts."""
+    config = target.model.config
+    if not target.model.tp_plan:
+        raise UnsupportedModelError(
+            f"`{target.name}` (model type `{config.model_type}`) cannot be shared by several processes: transformers "
+            "has no plan to split it",
+            hint="use one process: the same command without torchrun",
+        )
+    text = config.get_text_config(decoder=True)
+    for layer in text.per_layer_config:
+        heads = layer.num_attention_heads
+        groups = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % processes or groups % processes:
+            raise UnsupportedModelError(
+                f"`{target.name}` has {heads} attention heads and {groups} key and value heads, which cannot be shared "
+                f"evenly by {processes} processes",
+                hint="use a number of processes that divides both",
+            )
+
+
+def is_split(parameter: str, plan: Mapping[str, str]) -> bool:
+    """Whether a plan such as `{"layers.*.mlp.up_proj": "colwise"}` gives each process a part of this parameter."""
+    name = re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
+    styles = {plan.get(name), plan.get(name.rpartition(".")[0])} - {None}
+    return bool(styles) and not styles <= WHOLE
 
 
 def check_map(target: Skeleton, device_map: DeviceMap, settings: ModelSettings) -> dict[str, torch.device | None]:

@@ -103,6 +103,7 @@ class ModelSettings:
     offline: bool = False
     trust_remote_code: bool = False
     allow_missing_weights: bool = False
+    processes: int = 1  # that share the target, each with a part of it; not the user's to set, but the launcher's
 
     def __post_init__(self) -> None:
         for name in ("target", "draft", "offload_folder"):
@@ -111,6 +112,7 @@ class ModelSettings:
         check_types(self)
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("draft_quantize", self.draft_quantize, DRAFT_QUANTIZATIONS)
+        check_range("processes", self.processes, 1)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise SettingsError(

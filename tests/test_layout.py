@@ -43,7 +43,7 @@ RANKS = [
         "costs",
         "models",
     }
-    | {"machine", "processes"},
+    | {"machine", "processes", "team"},
     {"draft", "answer"},
     {"decode"},
     {"api", "peers", "bench"},
