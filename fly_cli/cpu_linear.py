@@ -102,14 +102,15 @@ def packing_works() -> bool:
 def speed_up_linears(model: nn.Module) -> int:
     """Give the model's 16-bit linear layers on the CPU the fastest form there is; how many there were.
 
-    Layers and weights of another class (quantised ones) and layers with hooks (offloaded ones) stay as they are.
+    Layers and weights of another class (quantised ones), and layers whose forward was replaced (offloaded ones, and
+    parts of a layer that several processes share) stay as they are.
     """
     layers = {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
         and type(module.weight) is nn.Parameter
-        and not hasattr(module, "_hf_hook")
+        and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
     }
     if cpu_multiplies_16_bit():

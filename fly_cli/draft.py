@@ -81,12 +81,12 @@ class ModelDrafter:
     not its tokens.
     """
 
-    def __init__(self, model: DraftModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool):
+    def __init__(self, model: DraftModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool, fallback: bool = True):
         self.model = model
         self.chooser = chooser
         self.stop_ids = stop_ids
         self.index = NgramIndex() if lookup else None
-        self.fallback = LookupDrafter(stop_ids)
+        self.fallback = LookupDrafter(stop_ids) if fallback else None
         self._noted = False
 
     @property
@@ -94,12 +94,12 @@ class ModelDrafter:
         return self.model.forward_seconds
 
     def propose(self, ids: list[int], limit: int, goes_on: GoesOn | None = None) -> Draft:
-        """Up to `limit` ids; copied ones alone where the draft model's context or vocabulary does not reach.
+        """Up to `limit` ids; copied ones alone, or none, where the draft model's context or vocabulary does not reach.
 
         `goes_on` is asked after each forward, with the confidences so far and the limit, whether another one pays.
         """
         if why_not := self.out_of_reach(ids):
-            draft = self.fallback.propose(ids, limit)
+            draft = self.fallback.propose(ids, limit) if self.fallback else Draft()
             draft.notes = self.note_once(why_not)
             return draft
         return self._draft(ids, limit, goes_on)
@@ -108,6 +108,7 @@ class ModelDrafter:
         """What the model itself proposes."""
         if self.model.max_length is not None:
             limit = min(limit, self.model.max_length - len(ids))
+        limit = int(min(limit, self.model.room_before_switch(len(ids)) + 1))  # the last token is not read
         self.model.settle(ids[:-1])
         draft = Draft()
         while len(draft.ids) < limit:
@@ -147,7 +148,8 @@ class ModelDrafter:
 
     def note_once(self, why_not: str) -> tuple[str, ...]:
         """What the user is told when the model steps aside, the first time."""
-        notes = () if self._noted else (f"{why_not}: drafting goes on with prompt lookup alone",)
+        from_here = "drafting goes on with prompt lookup alone" if self.fallback else "nothing is drafted from here on"
+        notes = () if self._noted else (f"{why_not}: {from_here}",)
         self._noted = True
         return notes
 

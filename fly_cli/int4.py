@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from .cached_model import Timings
 from .lookup import common_prefix
+from .rope import context_length
 from .storage import default_cache_dir
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class Int4Model:
         self.name = name
         self.session = session
         self.path = Path(config.name_or_path)
-        self.max_length: int | None = getattr(text, "max_position_embeddings", None)
+        self.max_length = context_length(text)
         self.vocab_rows = int(text.vocab_size)
         self.vocab_size = min(vocab_size or self.vocab_rows, self.vocab_rows)
         self.forward_seconds = 0.0
@@ -86,6 +88,10 @@ class Int4Model:
 
     def settle(self, ids: Sequence[int]) -> None:
         """Nothing to do: what is cached beyond `ids` is written over."""
+
+    def room_before_switch(self, length: int) -> float:
+        """No limit: positions that change with the length of the text are not built."""
+        return math.inf
 
     def read(self, ids: Sequence[int], last: int = 1) -> Tensor:
         """Logits that follow each of the last `last` ids of the whole sequence `ids`. [last, vocab_size] fp32.

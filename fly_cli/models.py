@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel, DraftModel
@@ -29,12 +30,14 @@ from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
 from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, Skeleton, choose_dtype, gigabytes, place_draft, skeleton
+from .processes import ALONE, Alone
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .spelling import Translation
-from .storage import require_memory
+from .storage import exclusive, require_memory
+from .team import join_team, lost_processes
 from .text import Codec, one_line
 from .vocabulary import Match
 from .weights import Located, locate
@@ -52,6 +55,7 @@ class Pair:
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
+    team: Alone = ALONE  # the processes that share the target
     assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
     translation: Translation | None = None  # where the draft model has another tokenizer
 
@@ -99,12 +103,14 @@ def load_pair(
     settings = settings or ModelSettings()
     catalog = catalog or load_catalog()
     progress = progress or Silent()
+    team = join_team(settings.processes) if settings.processes > 1 else ALONE
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
     names = [settings.target, str(settings.draft)] if with_draft else [settings.target]
-    with quiet_libraries():
+    with quiet_libraries(), lost_processes():
         refuse_before_fetching(names, catalog, settings, progress)
         folders = [locate(name, catalog, offline=settings.offline, progress=progress) for name in names]
-        return assemble(folders, settings, text_settings or TextSettings(), progress)
+        pair = assemble(folders, settings, text_settings or TextSettings(), progress)
+    return replace(pair, team=team, costs=team.tell(lambda: pair.costs))
 
 
 def refuse_before_fetching(names: Sequence[str], catalog: Catalog, settings: ModelSettings, progress: Progress) -> None:
@@ -257,8 +263,7 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
         model, info = AutoModelForCausalLM.from_pretrained(
             located.path,
             dtype=place.dtype,
-            device_map=place.device_map,
-            offload_folder=settings.offload_folder,
+            **where(place, settings),
             local_files_only=True,
             trust_remote_code=settings.trust_remote_code,
             use_safetensors=True,
@@ -283,6 +288,13 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             f"`{place.name}` has {len(unused)} weights that its config.json has no place for: {a_few(unused)}"
         )
     return model.eval()
+
+
+def where(place: Placement, settings: ModelSettings) -> dict[str, Any]:
+    """What the loader is told about the place of a model."""
+    if place.processes > 1:
+        return {"distributed_config": DistributedConfig(tp_size=place.processes, tp_plan="auto")}
+    return {"device_map": place.device_map, "offload_folder": settings.offload_folder}
 
 
 def read_int8(located: Located, place: Placement, empty: Skeleton, progress: Progress) -> Any | None:
@@ -322,20 +334,29 @@ def load_int4(source: Source, place: Placement) -> Int4Model:
     Raises `Int4Error` where they cannot be made or are not right on this machine.
     """
     folder = int4_folder(source.located.path)
-    if folder.is_dir():
-        try:
-            return read_int4(source, place, folder)
-        except Int4Error:  # cut short, or of another version: it is made again
-            shutil.rmtree(folder, ignore_errors=True)
-    source.alone()
+    if (model := kept_int4(source, place, folder)) is not None:
+        return model
     try:
-        prepare_int4(source, place, folder)
-        return read_int4(source, place, folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder.with_name(f"{folder.name}.lock"), f"int4 weights of {place.name}", source.progress):
+            if (model := kept_int4(source, place, folder)) is not None:
+                return model  # another process was faster
+            source.alone()
+            prepare_int4(source, place, folder)
+            return read_int4(source, place, folder)
     except Int4Error as error:
         give_up(folder, error)
         raise
     except OSError as error:
         raise Int4Error(f"`{folder.parent}` cannot be written: {error.strerror}") from error
+
+
+def kept_int4(source: Source, place: Placement, folder: Path) -> Int4Model | None:
+    """The model that an earlier run prepared; None where there is none that works: it is made again."""
+    try:
+        return read_int4(source, place, folder) if folder.is_dir() else None
+    except Int4Error:
+        return None
 
 
 def read_int4(source: Source, place: Placement, folder: Path) -> Int4Model:
@@ -359,6 +380,7 @@ def prepare_int4(source: Source, place: Placement, folder: Path) -> None:
     )
     source.progress.start(f"preparing int4 weights of {place.name}, once (a minute or so)", None)
     try:
+        shutil.rmtree(folder, ignore_errors=True)
         build(source.located.path, folder, reference)
     finally:
         source.progress.finish()

@@ -105,6 +105,7 @@ class ModelSettings:
     offline: bool = False
     trust_remote_code: bool = False
     allow_missing_weights: bool = False
+    processes: int = 1  # that share the target, each with a part of it; not the user's to set, but the launcher's
 
     def __post_init__(self) -> None:
         for name in ("target", "draft", "offload_folder"):
@@ -114,6 +115,7 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         check_choice("draft_quantize", self.draft_quantize, DRAFT_QUANTIZATIONS)
+        check_range("processes", self.processes, 1)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise SettingsError(

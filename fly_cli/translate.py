@@ -30,10 +30,18 @@ class TranslatingDrafter(ModelDrafter):
     here an id is not the same token to both.
     """
 
-    def __init__(self, model: DraftModel, translation: Translation, prompt: Prompt, num_prompt_tokens: int):
+    def __init__(
+        self,
+        model: DraftModel,
+        translation: Translation,
+        prompt: Prompt,
+        num_prompt_tokens: int,
+        *,
+        fallback: bool = True,
+    ):
         self.target, self.draft = translation.target, translation.draft
         greedy = Chooser(DecodeSettings(), self.draft.codec.vocab_size)
-        super().__init__(model, greedy, self.target.codec.stop_ids, lookup=False)
+        super().__init__(model, greedy, self.target.codec.stop_ids, lookup=False, fallback=fallback)
         self._text = Retelling(self.draft, draft_prompt_ids(self.target.codec, self.draft.codec, prompt))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_read = num_prompt_tokens  # of the target's ids

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from models_for_tests import tiny_llama
 from torch import nn
 
@@ -54,7 +55,7 @@ def test_layers_that_are_wide_hooked_or_of_another_class_stay_as_they_are():
         pass
 
     offloaded = nn.Linear(4, 4).bfloat16()
-    offloaded._hf_hook = object()
+    add_hook_to_module(offloaded, ModelHook())
     model = nn.Sequential(nn.Linear(4, 4), Quantised(4, 4).bfloat16(), offloaded, nn.Linear(4, 4).bfloat16())
     assert speed_up_linears(model) == 1
     assert [type(layer) for layer in model] == [nn.Linear, Quantised, nn.Linear, WideningLinear]
@@ -103,7 +104,7 @@ def test_a_packed_model_gives_the_logits_of_the_plain_one(tied):
 @pytest.mark.usefixtures("cpu_with_16_bit_products")
 def test_only_plain_bf16_layers_are_packed():
     offloaded = nn.Linear(4, 4).bfloat16()
-    offloaded._hf_hook = object()
+    add_hook_to_module(offloaded, ModelHook())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), offloaded, nn.Linear(4, 4).bfloat16())
     assert speed_up_linears(model) == 1
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear, nn.Linear, PackedLinear]

@@ -38,6 +38,7 @@ RANKS = [
         "weights",
         "placement",
         "cached_model",
+        "rope",
         "cpu_linear",
         "quantized",
         "int4",
@@ -49,7 +50,7 @@ RANKS = [
         "costs",
         "models",
     }
-    | {"machine", "processes"},
+    | {"machine", "processes", "team"},
     {"draft", "translate", "answer"},
     {"decode"},
     {"api", "peers", "bench", "check"},
