@@ -19,6 +19,7 @@ RANKS = [
         "detokenize",
         "stops",
         "vocabulary",
+        "spelling",
         "sampling",
         "evidence",
         "theme",
@@ -43,7 +44,7 @@ RANKS = [
         "models",
     }
     | {"machine", "processes"},
-    {"draft", "answer"},
+    {"draft", "answer", "translate"},
     {"decode"},
     {"api", "peers", "bench"},
     {"cli", "__main__", "__init__"},

@@ -167,8 +167,8 @@ def test_a_model_with_other_tokens_pays_less_where_it_takes_more_steps_for_one_o
             policy.learn_model([0.9] * 4, verdict(4, 4), [1] * num_steps)
     assert same.token_seconds == CHEAP_ROWS.step_seconds()
     assert many.token_seconds == pytest.approx(3 * CHEAP_ROWS.step_seconds(), rel=0.02)
-    assert few.goes_on([0.9] * 2, 15)
-    assert not many.goes_on([0.9] * 2, 15)
+    assert few.goes_on([0.75], 15)
+    assert not many.goes_on([0.75], 15)
 
 
 def test_steps_of_a_model_that_come_to_nothing_are_counted_and_soon_saved():
