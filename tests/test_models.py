@@ -5,6 +5,7 @@ import pytest
 import torch
 from models_for_tests import byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
+from text_helpers import words
 from transformers import LlamaForCausalLM
 
 from fly_cli import models, placement
@@ -287,10 +288,27 @@ def swap(tokenizer):
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
-def test_a_draft_with_other_ids_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
+def test_a_draft_with_other_ids_drafts_by_way_of_the_text_and_one_note_says_so(tiny_pair_dirs, folder):
     other_tokenizer(folder, swap)
+    notes = Notes()
+    settings = ModelSettings(target=str(tiny_pair_dirs[0]), draft=str(folder), dtype="float32", device_map="cpu")
+    pair = load_pair(settings, TextSettings(raw=True), progress=notes)
+    (note,) = [text for text in notes.texts if "by way of the text" in text]
+    assert "differ in 2 of 384 shared ids" in note
+    exact = generate(pair, "abc", DecodeSettings(mode="exact", max_new_tokens=20, draft_schedule="constant"))
+    plain = generate(pair, "abc", DecodeSettings(mode="target", max_new_tokens=20))
+    assert exact.summary.num_draft_tokens > 0
+    assert [token.id for token in exact.tokens] == [token.id for token in plain.tokens]
+
+
+def test_a_pair_with_one_tokenizer_is_not_translated(tiny_pair_dirs):
+    assert load(*tiny_pair_dirs).translation is None
+
+
+def test_a_draft_that_cannot_be_translated_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
+    words(None).save_pretrained(folder)
     monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("loaded weights"))
-    with pytest.raises(UnsupportedModelError, match="differ in 2 of 384 shared ids") as caught:
+    with pytest.raises(UnsupportedModelError, match="model` is of a kind that cannot be translated") as caught:
         load(tiny_pair_dirs[0], folder)
     assert "--draft lookup" in caught.value.hint
 
