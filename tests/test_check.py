@@ -254,7 +254,7 @@ def test_the_command_tells_a_pair_that_can_run_and_returns_0(fly, tiny_pair_dirs
     labels = [row[0] for row in rows]
     assert labels[:2] == ["target", "draft"] and labels[-1] == "verdict"
     told = dict(rows)
-    assert "caches" in told and told["caches"] == "target 2 full attention; draft 2 full attention"
+    assert "caches" in told and told["caches"] == "target 2 x full attention; draft 2 x full attention"
     assert told["context"] == "target 2048 tokens; draft 2048 tokens"
     assert told["verdict"].startswith("can run: ")
     assert "guessed from their bytes" in told["cost"]

@@ -1,5 +1,7 @@
 """Weights in fewer bits: right logits at every number of rows, sizes as planned, and refusals before anything loads."""
 
+import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -143,6 +145,7 @@ def test_a_quantised_target_writes_its_own_text_with_any_drafter(folders, kind, 
         assert exact.summary.num_draft_tokens > 0
         assert pair.describe()["placement"][0]["quantize"] == f"torchao {kind}"
         assert pair.describe()["models"]["quantize"] == kind
+        assert pair.describe()["versions"]["torchao"].startswith("0.18")
 
 
 @ON_CPUS
@@ -152,6 +155,14 @@ def test_layers_that_a_library_quantised_are_left_to_it(folders, kind):
     )
     weights = [pair.target.model.get_submodule(name).weight for name in quantized_layers(pair.target.model, FORMS[0])]
     assert weights and all(type(weight) is not nn.Parameter for weight in weights)
+
+
+@needs[TORCHAO]
+def test_what_a_library_says_when_it_is_imported_is_not_shown(folders):
+    command = [sys.executable, "-m", "fly_cli", "check", str(folders[0]), "lookup", "--quantize", "int8"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "in torchao int8" in done.stdout
 
 
 # Refusals
