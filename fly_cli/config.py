@@ -87,8 +87,13 @@ class Drafts(Protocol):
 
 
 GROUPS: tuple[type, ...] = (ModelSettings, DecodeSettings, TextSettings, OutputSettings)
-TYPES: dict[str, Any] = {name: kind for group in GROUPS for name, kind in get_type_hints(group).items()}
-DEFAULTS: dict[str, Any] = {field.name: field.default for group in GROUPS for field in fields(group)}
+NOT_SET = ("processes",)  # by any layer: the launcher says how many there are
+DEFAULTS: dict[str, Any] = {
+    field.name: field.default for group in GROUPS for field in fields(group) if field.name not in NOT_SET
+}
+TYPES: dict[str, Any] = {
+    name: kind for group in GROUPS for name, kind in get_type_hints(group).items() if name in DEFAULTS
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,8 @@ class Config:
 
     def group(self, kind: type, **replaced: Any) -> Any:
         """The settings object of class `kind`. An error in it says where the bad value came from."""
-        chosen = {field.name: self.values[field.name].value for field in fields(kind)} | replaced
+        names = [field.name for field in fields(kind) if field.name in DEFAULTS]
+        chosen = {name: self.values[name].value for name in names} | replaced
         try:
             return kind(**chosen)
         except SettingsError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from time import perf_counter
 from typing import TYPE_CHECKING
@@ -18,6 +19,7 @@ from .prompts import Prompt
 from .sampling import Chooser
 from .schedule import Adaptive, room_for_draft
 from .settings import DecodeSettings
+from .translate import TranslatingDrafter
 from .verify import Evidence, Verdict, judge
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def decode(
     watch = Stopwatch()
     settings = settings or DecodeSettings()
     if settings.seed is None:
-        settings = replace(settings, seed=secrets.randbits(32))
+        settings = replace(settings, seed=pair.team.tell(lambda: secrets.randbits(32)))
     if isinstance(prompt, str):
         prompt = Prompt(id="prompt", messages=None, text=prompt)
     codec, target = pair.codec, pair.target
@@ -48,20 +50,22 @@ def decode(
     ids = list(encoded.ids)
     room_for_prompt(len(ids), target.max_length)
     chooser = Chooser(settings, codec.vocab_size, settings.seed or 0)
-    drafter = make_drafter(pair, chooser, settings)
+    drafter = make_drafter(pair, chooser, settings, prompt, len(ids))
     answer = Answer(codec, encoded.ids, settings, target.max_length)
 
     def verify(draft: Draft) -> Evidence:
-        return measure(
-            target.read(ids + draft.ids, last=len(draft.ids) + 1),
-            draft.ids,
-            position=len(ids),
-            num_new_tokens=answer.num_tokens,
-            chooser=chooser,
-            settings=settings,
-            protected_ids=codec.protected_ids,
-            copied=[source is Source.COPY for source in draft.sources],
-            record=record,
+        return pair.team.agree(
+            lambda: measure(
+                target.read(ids + draft.ids, last=len(draft.ids) + 1),
+                draft.ids,
+                position=len(ids),
+                num_new_tokens=answer.num_tokens,
+                chooser=chooser,
+                settings=settings,
+                protected_ids=codec.protected_ids,
+                copied=[source is Source.COPY for source in draft.sources],
+                record=record,
+            )
         )
 
     def commit(draft_ids: Sequence[int], verdict: Verdict) -> tuple[Token, ...]:
@@ -90,7 +94,8 @@ def decode(
         other_seconds = watch.lap()
 
         limit = room_for_draft(settings.draft_tokens, answer.room)
-        draft = drafter.propose(ids, limit) if limit else Draft()
+        limit = int(min(limit, target.room_before_switch(len(ids))))
+        draft = pair.team.agree(partial(drafter.propose, ids, limit)) if limit else Draft()
         drafted = answer.preview(draft.ids, draft.sources)
         draft_seconds = watch.lap()
         yield Drafted(index, drafted)
@@ -133,7 +138,9 @@ class Stopwatch:
         return perf_counter() - self._began
 
 
-def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Drafter:
+def make_drafter(
+    pair: Pair, chooser: Chooser, settings: DecodeSettings, prompt: Prompt, num_prompt_tokens: int
+) -> Drafter:
     """The drafter that pair and settings ask for. Where nothing is to be drafted it is never asked."""
     stop_ids, costs, lookup = pair.codec.stop_ids, pair.costs, settings.draft_lookup
     adaptive = settings.draft_schedule == "adaptive"
@@ -141,8 +148,13 @@ def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Draf
     window = None if settings.entropy_threshold is None else settings.window_size
     if pair.draft is None:
         return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None), window)) if adaptive else copier
-    inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
-    model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside)
+    if pair.translation is not None:
+        translating = TranslatingDrafter(pair.draft, pair.translation, prompt, num_prompt_tokens, fallback=lookup)
+        policy = Adaptive(costs, window, translated=True)
+        return AdaptiveDrafter(copier if lookup else None, translating, policy) if adaptive else translating
+    dear = adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds()
+    inside = lookup and pair.draft.reads_rows and not dear
+    model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside, fallback=lookup)
     return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs, window)) if adaptive else model
 
 

@@ -10,6 +10,7 @@
     ├── ModelError              1  a model that cannot be loaded or used
     │   └── UnsupportedModelError 2  an architecture, cache or file that this tool refuses
     ├── OutOfMemoryError        1  models or caches do not fit
+    ├── LostProcessError        1  another process of this run has gone, and nothing can be done without it
     └── DecodeError             1  the models gave something that cannot be decoded (NaN logits)
 
 Anything else that escapes is a bug and keeps its traceback.
@@ -75,6 +76,10 @@ class UnsupportedModelError(ModelError):
 
 
 class OutOfMemoryError(FlyError):
+    pass
+
+
+class LostProcessError(FlyError):
     pass
 
 

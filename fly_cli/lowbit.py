@@ -22,7 +22,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from .errors import SettingsError
 
 NONE = "none"
-OWN_INT8 = "int8"  # the form of `quantized`: of a draft model on the CPU, without a library
+OWN_INT8, OWN_INT4 = "int8", "int4"  # of a draft model on the CPU: the forms of `quantized` and `int4`
 TORCHAO, BITSANDBYTES = "torchao", "bitsandbytes"
 KNOWN_TO_WORK = {TORCHAO: "0.18", BITSANDBYTES: "0.50"}  # their interfaces change: other releases are not taken
 INT4_GROUP = 32  # weights with a scale and a zero point of their own (torchao)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,17 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from .cache_layers import CacheLayers, cache_layers, not_rewindable
 from .errors import FlyError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, Skeleton, free_memory, plan, skeleton
-from .settings import ModelSettings
-from .text import one_line
-from .vocabulary import Match, Vocabularies, compare_vocabularies
+from .settings import ModelSettings, TextSettings
+from .spelling import Spelling, Translation
+from .text import Codec, one_line
+from .vocabulary import Match, Vocabularies, compare_vocabularies, load_tokenizer
 from .weights import Located
 
-# How a draft model works where its ids match the target's so; a kind that is not here is refused.
+# How a draft model works where its ids match the target's so.
 DRAFTS = {
     Match.SAME: "drafts with the ids of the target",
     Match.PADDED: "drafts with the ids that both have",
+    Match.DIFFERENT: "drafts by way of the text, greedily: the tokenizers differ",
 }
 
 
@@ -69,12 +71,31 @@ def examine(folders: Sequence[Located], settings: ModelSettings) -> Outlook:
     if len(folders) > 1:
         rows = (rows_of(skeletons[0]), rows_of(skeletons[1]))
         vocabularies = compare_vocabularies(folders[0].path, folders[1].path, rows=rows, trust_remote_code=trust)
-        if vocabularies.kind not in DRAFTS:
-            problems.append(cannot_draft(names[1], names[0], vocabularies))
     free = free_memory(settings.max_memory)
     places, shortage = plan_anyway(skeletons, settings, free)
     problems += [shortage] if shortage else []
-    return Outlook(tuple(skeletons), tuple(ends), tuple(layers), vocabularies, places, free, tuple(problems))
+    outlook = Outlook(tuple(skeletons), tuple(ends), tuple(layers), vocabularies, places, free, tuple(problems))
+    if vocabularies is not None and vocabularies.kind is Match.DIFFERENT:
+        try:
+            translation_of(outlook, folders, codec_of(outlook, folders, 0, TextSettings(), settings), settings)
+        except UnsupportedModelError as error:
+            return replace(outlook, problems=(*problems, error))
+    return outlook
+
+
+def codec_of(
+    outlook: Outlook, folders: Sequence[Located], at: int, text: TextSettings, settings: ModelSettings
+) -> Codec:
+    """The tokenizer of the target (0) or the draft (1), with its prompts and end tokens."""
+    tokenizer = load_tokenizer(folders[at].path, trust_remote_code=settings.trust_remote_code)
+    return Codec(tokenizer, settings=text, end_ids=outlook.end_ids[at], vocab_rows=outlook.rows[at])
+
+
+def translation_of(outlook: Outlook, folders: Sequence[Located], target: Codec, settings: ModelSettings) -> Translation:
+    """How two models with different tokenizers talk. Raises `UnsupportedModelError` where they cannot."""
+    draft = codec_of(outlook, folders, 1, TextSettings(raw=not target.chats), settings)
+    target_name, draft_name = (one.name for one in outlook.skeletons)
+    return Translation(Spelling(target, target_name), Spelling(draft, draft_name))
 
 
 def plan_anyway(
@@ -89,14 +110,6 @@ def plan_anyway(
         shortage = error
         places = plan(target, draft, settings, dict.fromkeys(free, 2**60))
     return tuple(place for place in places if place is not None), shortage
-
-
-def cannot_draft(draft: str, target: str, vocabularies: Vocabularies) -> UnsupportedModelError:
-    """What is told of a draft whose ids are others than the target's."""
-    return UnsupportedModelError(
-        f"`{draft}` cannot draft for `{target}`: {vocabularies.describe()}",
-        hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
-    )
 
 
 def rows_of(model: Skeleton) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,33 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
-from .lowbit import NONE, OWN_INT8, Form, choose_form, form_of, library_for, parameter_bytes, quantized_layers, why_not
+from .int4 import LEAST_PARAMETERS, int4_bytes, no_int4
+from .lowbit import (
+    NONE,
+    OWN_INT4,
+    OWN_INT8,
+    Form,
+    choose_form,
+    form_of,
+    library_for,
+    parameter_bytes,
+    quantized_layers,
+    why_not,
+)
+from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
 from .settings import ModelSettings
 from .text import one_line
 
 PLANNED_TOKENS = 4096  # cache that a plan leaves room for
 HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
+WHOLE = {
+    "replicate",
+    "replicated_with_grad_allreduce",
+    "all_reduce",
+    "mla_kv_a_proj",
+    "local_params",
+}  # styles of plans
 DeviceMap = dict[str, int | str | torch.device]
 
 
@@ -55,7 +77,8 @@ class Placement:
     dtype: torch.dtype
     weight_bytes: int
     cache_bytes: int
-    quantize: str = NONE  # or the name of a form: int8 (our own), torchao int4 and the like
+    quantize: str = NONE  # or the name of a form: int8 and int4 (our own), torchao int4 and the like
+    processes: int = 1  # that share the model; the sizes are of one's part
 
     @property
     def weights(self) -> str:
@@ -73,6 +96,7 @@ class Placement:
             "quantize": self.quantize,
             "weight_bytes": self.weight_bytes,
             "devices": devices,  # device -> number of modules (1 when the whole model is on one)
+            **({"processes": self.processes} if self.processes > 1 else {}),
         }
 
 
@@ -101,9 +125,12 @@ def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Ske
 
 def cached_numbers(text: Any) -> int:
     """Keys and values that a model of this text config caches for each token."""
-    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", 1)
-    width = getattr(text, "head_dim", None) or text.hidden_size // getattr(text, "num_attention_heads", 1)
-    return int(2 * text.num_hidden_layers * heads * width)
+    numbers = 0
+    for layer in text.per_layer_config:
+        heads = getattr(layer, "num_attention_heads", 1)
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
+        numbers += int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * width)
+    return numbers
 
 
 def plan(
@@ -116,6 +143,8 @@ def plan(
     for weights that cannot be quantised as asked.
     """
     free = free_memory(settings.max_memory) if free is None else dict(free)
+    if settings.processes > 1:
+        free = own_share(free)
     draft_place = None
     if draft is not None:
         device = checked_device(settings.draft_device) if settings.draft_device else roomiest(draft, free, settings)
@@ -183,21 +212,35 @@ def quantized_form(model: Skeleton, kind: str, device: torch.device, dtype: torc
     return form
 
 
-def place_draft(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
-    """The draft whole on its device. On a CPU int8 is our own form, and what "auto" takes where it can."""
+def place_draft(
+    model: Skeleton, device: torch.device, settings: ModelSettings, without: Set[str] = frozenset()
+) -> Placement:
+    """The draft whole on its device. On a CPU int8 and int4 are our own forms, and "auto" takes the fastest that works.
+
+    `without` are forms that turned out not to work. Raises `SettingsError` for one that is asked for and not possible.
+    """
     kind = settings.draft_quantize
-    if device.type != "cpu" or kind not in ("auto", OWN_INT8):
+    if device.type != "cpu":
         return place_whole(model, device, settings, NONE if kind == "auto" else kind, "--draft-quantize")
-    reason = no_int8(model)
-    if reason and kind == "auto":
-        return place_whole(model, device, settings)
-    if reason:
-        raise SettingsError(
-            f"`{model.name}` cannot draft with int8 weights: {reason}", hint="use `--draft-quantize none` or `auto`"
-        )
     dtype = torch.float32  # of what lies between the layers
-    sizes = quantized_bytes(model.model), model.cache_bytes(dtype)
-    return Placement(model.name, {"": device}, dtype, *sizes, OWN_INT8)
+    for form in own_forms(kind, model):
+        reason = no_int4(model.model) if form == OWN_INT4 else no_int8(model)
+        if reason and kind != "auto":
+            raise SettingsError(
+                f"`{model.name}` cannot draft with {form} weights: {reason}",
+                hint="use `--draft-quantize none` or `auto`",
+            )
+        if not reason and form not in without:
+            size = int4_bytes(model.model) if form == OWN_INT4 else quantized_bytes(model.model)
+            return Placement(model.name, {"": device}, dtype, size, model.cache_bytes(dtype), form)
+    return place_whole(model, device, settings)
+
+
+def own_forms(kind: str, model: Skeleton) -> tuple[str, ...]:
+    """The forms of our own to try, the fastest first."""
+    if kind == "auto":
+        return (OWN_INT4, OWN_INT8) if model.num_parameters >= LEAST_PARAMETERS else (OWN_INT8,)
+    return () if kind == NONE else (kind,)
 
 
 def no_int8(model: Skeleton) -> str | None:
@@ -226,6 +269,8 @@ def book(place: Placement, device: torch.device, weights: int, cache: int, free:
 
 
 def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
+    if settings.processes > 1:
+        return place_part(target, free, settings)
     if isinstance(settings.device_map, str) and settings.device_map != "auto":
         device = checked_device(settings.device_map)
         place = place_whole(target, device, settings, settings.quantize)
@@ -296,16 +341,87 @@ def part_elsewhere(device_map: Mapping[str, Any], main: torch.device) -> str | N
     return None
 
 
+def own_share(free: Mapping[int | str, int]) -> dict[int | str, int]:
+    """What this process may use of the free bytes of its machine: its own accelerator, its part of the CPU's memory."""
+    place = place_of(os.environ)
+    own: dict[int | str, int] = {device: size for device, size in free.items() if device == place.local_rank}
+    return {**own, "cpu": free.get("cpu", 0) // place.local_world}
+
+
+def place_part(target: Skeleton, free: dict[int | str, int], settings: ModelSettings) -> Placement:
+    """The place of this process's part of a target that several processes share (tensor parallelism).
+
+    Raises `SettingsError` for settings that would place it otherwise, `UnsupportedModelError` for a model that cannot
+    be split so, `OutOfMemoryError` for a part that does not fit.
+    """
+    for name, value, default in (
+        ("device_map", settings.device_map, "auto"),
+        ("offload_folder", settings.offload_folder, None),
+        ("quantize", settings.quantize, NONE),
+    ):
+        if value != default:
+            raise SettingsError(
+                f"`{name}` has no place where {settings.processes} processes share the target: each has its own part",
+                hint="drop it, or use one process",
+            )
+    check_split(target, settings.processes)
+    device = next((accelerator(index) for index in free if isinstance(index, int)), torch.device("cpu"))
+    dtype = choose_dtype(settings.dtype, device)
+    plan = target.model.tp_plan
+    weights = sum(
+        parameter.numel() // (settings.processes if is_split(name, plan) else 1)
+        for name, parameter in target.model.named_parameters()
+    )
+    cache = target.cache_bytes(dtype) // settings.processes
+    place = Placement(target.name, {"": device}, dtype, weights * dtype.itemsize, cache, processes=settings.processes)
+    take(place, device, free)
+    return place
+
+
+def check_split(target: Skeleton, processes: int) -> None:
+    """Raise `UnsupportedModelError` for a model that transformers has no plan to split, or not into so many parts."""
+    config = target.model.config
+    if not target.model.tp_plan:
+        raise UnsupportedModelError(
+            f"`{target.name}` (model type `{config.model_type}`) cannot be shared by several processes: transformers "
+            "has no plan to split it",
+            hint="use one process: the same command without torchrun",
+        )
+    text = config.get_text_config(decoder=True)
+    for layer in text.per_layer_config:
+        heads = layer.num_attention_heads
+        groups = getattr(layer, "num_key_value_heads", None) or heads
+        if heads % processes or groups % processes:
+            raise UnsupportedModelError(
+                f"`{target.name}` has {heads} attention heads and {groups} key and value heads, which cannot be shared "
+                f"evenly by {processes} processes",
+                hint="use a number of processes that divides both",
+            )
+
+
+def is_split(parameter: str, plan: Mapping[str, str]) -> bool:
+    """Whether a plan such as `{"layers.*.mlp.up_proj": "colwise"}` gives each process a part of this parameter."""
+    name = re.sub(r"\.\d+(?=\.|$)", ".*", parameter)
+    styles = {plan.get(name), plan.get(name.rpartition(".")[0])} - {None}
+    return bool(styles) and not styles <= WHOLE
+
+
 def check_map(target: Skeleton, device_map: DeviceMap, settings: ModelSettings) -> dict[str, torch.device | None]:
     """The device of each name in a map, None for the disk.
 
-    Raises `SettingsError` for unknown or missing modules, and for a device that is not there.
+    Raises `SettingsError` for unknown, missing or twice placed modules, and for a device that is not there.
     """
     known = {name for name, _ in target.model.named_modules()} | {name for name, _ in target.model.named_parameters()}
     if unknown := [module for module in device_map if module not in known]:
         raise SettingsError(
             f"the device map names {unknown[0]!r}, and `{target.name}` has no such module",
             hint=f"name {', '.join(name for name, _ in target.model.named_children())} or parts of them, or use `auto`",
+        )
+    if nested := [name for name in device_map if name and outer_entry(name, device_map) is not None]:
+        outer = outer_entry(nested[0], device_map) or "the whole model"
+        raise SettingsError(
+            f"the device map names {nested[0]} beside {outer}, which it is part of",
+            hint=f"name the other parts of {outer} in its place, or use `auto`",
         )
     try:
         check_device_map(target.model, device_map)
@@ -341,10 +457,17 @@ def take_map(
 
 
 def entry_of(parameter: str, device_map: Mapping[str, Any]) -> str:
-    """The name in a map that says where a parameter goes: the longest one that it is under."""
-    while parameter not in device_map:
-        parameter = parameter.rpartition(".")[0]
-    return parameter
+    """The name in a map that says where a parameter goes: itself, or what it is part of."""
+    return parameter if parameter in device_map else outer_entry(parameter, device_map) or ""
+
+
+def outer_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """The name in a map of what a module or parameter is part of, "" for the whole model; None if there is none."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in device_map:
+            return name
+    return None
 
 
 def bytes_by_device(model: Skeleton, place: Placement) -> dict[str, int]:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import FlyError, UsageError
+
+T = TypeVar("T")
 
 RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # torchrun, then kinds of mpirun
 WORLDS = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
+LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 ENDED_EARLY = "ended early"
 RESUME = "what was done is kept, and `--resume` goes on from there"
+FIRST_ERROR = "error of the first process"
 POLL_SECONDS = 0.1
+SAME_ERROR_SECONDS = 2.0  # for the first process to come upon what this one did
 PATIENCE = timedelta(minutes=10)  # for the others to start
 
 
@@ -26,6 +31,7 @@ class Processes:
     rank: int = 0
     world: int = 1
     local_rank: int = 0  # on this machine: the number of its GPU
+    local_world: int = 1  # processes on this machine
     store: Any = None  # torch's key-value store, which the launcher provides
 
     @property
@@ -48,6 +54,22 @@ class Processes:
                 raise FlyError("another process of this run ended early", hint=f"its own message says why; {RESUME}")
             time.sleep(POLL_SECONDS)
 
+    def tells(self, message: str) -> bool:
+        """Whether this process is to show an error: the first one is, others unless the first shows the same."""
+        if self.store is None:
+            return True
+        try:
+            if self.first:
+                self.store.set(FIRST_ERROR, message)
+                return True
+            for _ in range(round(SAME_ERROR_SECONDS / POLL_SECONDS)):
+                if self.store.check([FIRST_ERROR]):
+                    return bool(self.store.get(FIRST_ERROR).decode() != message)
+                time.sleep(POLL_SECONDS)
+        except RuntimeError:  # the store is gone, with the process that held it
+            return True
+        return True
+
     def _count(self, event: str, more: int) -> int:
         """How many have announced the event, with this process's own."""
         try:
@@ -56,7 +78,20 @@ class Processes:
             raise FlyError("the first process of this run is gone", hint=RESUME) from None
 
 
-def join(environment: Mapping[str, str]) -> Processes:
+class Alone:
+    """A process that decodes by itself. `team.Team` is several that decode as one, and says what these are for."""
+
+    def tell(self, find: Callable[[], T]) -> T:
+        return find()
+
+    def agree(self, find: Callable[[], T]) -> T:
+        return find()
+
+
+ALONE = Alone()
+
+
+def place_of(environment: Mapping[str, str]) -> Processes:
     """This process's place among those that a launcher started; alone where there is none."""
 
     def first_of(names: tuple[str, ...]) -> str:
@@ -67,11 +102,27 @@ def join(environment: Mapping[str, str]) -> Processes:
     if not rank or world in ("", "1") or not meeting_point:
         return Processes()
     try:
-        place = Processes(int(rank), int(world), int(first_of(LOCAL_RANKS) or rank))
+        local = int(first_of(LOCAL_RANKS) or rank), int(first_of(LOCAL_WORLDS) or world)
+        return Processes(int(rank), int(world), *local)
     except ValueError:
         raise UsageError(
             f"the rank of this process is {rank!r} of {world!r}", hint="start with torchrun or `accelerate launch`"
         ) from None
+
+
+def follows(environment: Mapping[str, str]) -> bool:
+    """Whether another process of this run is its first one."""
+    try:
+        return not place_of(environment).first
+    except UsageError:
+        return False
+
+
+def join(environment: Mapping[str, str]) -> Processes:
+    """This process's place, with a way to the others where there are any."""
+    place = place_of(environment)
+    if place.world == 1:
+        return place
     from torch.distributed.rendezvous import rendezvous
 
     store, _, _ = next(rendezvous("env://", rank=place.rank, world_size=place.world, timeout=PATIENCE))

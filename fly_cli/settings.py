@@ -99,12 +99,13 @@ class ModelSettings:
     device_map: str | dict[str, str | int] = "auto"  # auto, a device, or a map module -> device
     draft_device: str | None = None  # None: planned together with the target
     quantize: str = "none"  # weights of the target, never in fewer bits unless asked
-    draft_quantize: str = "auto"  # weights of the draft model; auto: int8 on a CPU that is good at it
+    draft_quantize: str = "auto"  # weights of the draft model; auto: the fastest form on a CPU
     max_memory: dict[str, str] | None = None  # device -> size such as "20GB"
     offload_folder: str | None = None
     offline: bool = False
     trust_remote_code: bool = False
     allow_missing_weights: bool = False
+    processes: int = 1  # that share the target, each with a part of it; not the user's to set, but the launcher's
 
     def __post_init__(self) -> None:
         for name in ("target", "draft", "offload_folder"):
@@ -114,6 +115,7 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         check_choice("draft_quantize", self.draft_quantize, DRAFT_QUANTIZATIONS)
+        check_range("processes", self.processes, 1)
         for name in ("target", "draft"):
             if getattr(self, name) == "":
                 raise SettingsError(

@@ -2,72 +2,16 @@ import random
 
 import pytest
 import torch
+from architectures import ALL, CONTEXT, DYNAMIC, EXACT, RECURRENT, WINDOW, OneByOne, Uncached
 from models_for_tests import tiny_llama
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import BertConfig, BertLMHeadModel
 
 from fly_cli import cached_model
 from fly_cli.cached_model import CachedModel
 from fly_cli.errors import UnsupportedModelError
-
-SMALL = {
-    "vocab_size": 100,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-MIXED = ["sliding_attention", "full_attention"]
-MODELS = {
-    "llama": lambda: tiny_llama(0, vocab_size=100),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=16)),
-    "mistral, sliding": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=8)),
-    "gemma3, mixed": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SMALL, head_dim=16, sliding_window=8, layer_types=MIXED)
-    ),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SMALL)),
-    "gpt2": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=100, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
-    ),
-}
-RECURRENT = {
-    "mamba": lambda: MambaForCausalLM(
-        MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4, pad_token_id=None)
-    ),
-    "qwen3_next": lambda: Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            **SMALL,
-            num_experts=0,
-            head_dim=16,
-            layer_types=["linear_attention", "full_attention"],
-            linear_num_key_heads=2,
-            linear_num_value_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        )
-    ),
-}
 
 
 def uncached(model, ids, last):
@@ -75,29 +19,54 @@ def uncached(model, ids, last):
         return model(torch.tensor([ids]), use_cache=False).logits[0, -last:]
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_equal_an_uncached_forward_through_drafts_and_rejections_at_every_place(name):
-    torch.manual_seed(0)
-    model = MODELS[name]().float().eval()
-    cached = CachedModel(model, name=name)
+def reference(name, model):
+    """What a model of that name should say, read without our cache."""
+    return (OneByOne if name in DYNAMIC else Uncached)(model, name=name)
+
+
+@pytest.mark.parametrize("prompt_length", [CONTEXT - 8, CONTEXT + 8])
+@pytest.mark.parametrize("name", ALL)
+def test_logits_are_those_without_our_cache_through_drafts_and_rejections_at_every_place(name, prompt_length):
+    model = ALL[name]()
+    cached, plain = CachedModel(model, name=name), reference(name, model)
     dice = random.Random(1)
-    ids = [dice.randrange(100) for _ in range(5)]
-    for rejected_at in [0, 1, 2, 3, 4, 5] * 4:  # 5 is none
+    ids = [dice.randrange(256) for _ in range(prompt_length)]
+    for rejected_at in [0, 1, 2, 3, 4, 5]:  # 5 is none
         cached.settle(ids[:-1])
-        drafted = [dice.randrange(100) for _ in range(5)]
+        drafted = [dice.randrange(256) for _ in range(5)]
         for n in range(6):  # token by token, as a drafter reads
             cached.read(ids + drafted[:n], last=1)
         cached.read(ids + drafted[:2] + [3, 4], last=2)  # copied tokens that are not taken
         rows = cached.read(ids + drafted, last=6)  # as a target verifies
-        torch.testing.assert_close(rows, uncached(model, ids + drafted, 6), atol=1e-4, rtol=1e-3)
-        ids += [*drafted[:rejected_at], dice.randrange(100)]
-    assert len(ids) > 8 * 8  # far past the sliding windows
+        plain.prompt_length = prompt_length
+        torch.testing.assert_close(rows, plain.read(ids + drafted, 6), atol=1e-3, rtol=1e-3)
+        ids += [*drafted[:rejected_at], dice.randrange(256)]
+    assert len(ids) > prompt_length + 2 * WINDOW
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_long_prompt_is_read_in_chunks_to_the_same_logits(name, monkeypatch):
+    monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 16)
+    model = ALL[name]()
+    ids = [random.Random(2).randrange(256) for _ in range(100)]
+    cached = CachedModel(model, name=name)
+    fed = []
+    model.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].shape[1]))
+    rows = cached.read(ids)
+    assert max(fed) == 16
+    assert sum(fed) == 100
+    torch.testing.assert_close(rows, reference(name, model).read(ids), atol=1e-3, rtol=1e-3)
+    for n in range(1, 4):  # and what is cached then goes on alike
+        cached.settle(ids)
+        plain = reference(name, model)
+        plain.prompt_length = 100
+        longer = [*ids, *range(n)]
+        torch.testing.assert_close(cached.read(longer, last=n), plain.read(longer, n), atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["mistral, sliding", "gemma3, mixed"])
 def test_another_prompt_after_a_long_one_starts_from_a_clean_window(name):
-    torch.manual_seed(0)
-    model = MODELS[name]().float().eval()
+    model = EXACT[name]()
     cached = CachedModel(model, name=name)
     first = list(range(60))
     cached.read(first)
@@ -109,8 +78,7 @@ def test_another_prompt_after_a_long_one_starts_from_a_clean_window(name):
 @pytest.mark.parametrize("name", ["mistral, sliding", "gemma3, mixed"])
 @pytest.mark.parametrize("back", range(1, 12))
 def test_a_window_settled_further_back_than_it_remembers_is_read_anew(name, back):
-    torch.manual_seed(0)
-    model = MODELS[name]().float().eval()
+    model = EXACT[name]()
     cached = CachedModel(model, name=name)
     ids = list(range(40))
     cached.read(ids)
@@ -166,17 +134,50 @@ def test_prefill_asks_for_one_logit_row():
     assert rows == [1]
 
 
-def test_a_long_prompt_is_read_in_chunks_to_the_same_logits(monkeypatch):
-    model = tiny_llama(0)
-    ids = list(range(100))
-    whole = CachedModel(model, name="tiny").read(ids, last=3)
+class Memory(TorchDispatchMode):
+    """The most bytes of tensors that were alive at once, of those made inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.alive = {key: kept for key, kept in self.alive.items() if not kept[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_a_prompt_of_any_length_is_read_in_the_same_memory_beside_its_cache(attention, monkeypatch):
+    monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 64)
+    monkeypatch.setattr(cached_model, "PREFILL_LEAST", 8)
+    monkeypatch.setattr(cached_model, "PREFILL_CELLS", 64 * 256)
+    used = []
+    for length in (512, 2048):
+        cached = CachedModel(tiny_llama(0, attn_implementation=attention), name="tiny")
+        with Memory() as memory:
+            cached.read([i % 256 for i in range(length)])
+        states = 2 * sum(layer.keys.nbytes for layer in cached._cache.layers)
+        longer = cached._cache.layers[0].keys.nbytes  # one tensor of the cache is copied to grow
+        used.append(memory.most - states - longer)
+    assert used[1] <= used[0]
+
+
+@pytest.mark.parametrize(("length", "rows"), [(1, 2048), (8192, 2048), (16_384, 1024), (10**6, 256)])
+def test_the_longer_a_text_the_fewer_of_its_tokens_are_read_at_once(length, rows):
+    assert cached_model.prefill_rows(length) == rows
+
+
+def test_sliding_layers_keep_no_more_of_a_long_prompt_than_their_window(monkeypatch):
     monkeypatch.setattr(cached_model, "PREFILL_CHUNK", 16)
-    fed = []
-    cached = CachedModel(model, name="tiny")
-    model.register_forward_pre_hook(lambda _, inputs: fed.append(inputs[0].shape[1]))
-    torch.testing.assert_close(cached.read(ids, last=3), whole, atol=1e-4, rtol=1e-3)
-    assert max(fed) <= 16 + 3
-    assert sum(fed) == 100
+    cached = CachedModel(EXACT["mistral, sliding"](), name="mistral")
+    cached.read(list(range(200)))
+    assert cached._cache.layers[0].keys.shape[-2] < WINDOW + 16
 
 
 def test_an_interrupted_forward_leaves_an_empty_cache_and_right_logits():
@@ -198,6 +199,12 @@ def test_an_interrupted_forward_leaves_an_empty_cache_and_right_logits():
 def test_a_model_that_cannot_be_rewound_is_refused_by_its_type(name):
     with pytest.raises(UnsupportedModelError, match=name):
         CachedModel(RECURRENT[name]().float().eval(), name="some/model")
+
+
+def test_a_model_that_reads_in_both_directions_is_refused():
+    model = BertLMHeadModel(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=100))
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        CachedModel(model, name="some/model")
 
 
 def test_padded_rows_of_the_vocabulary_are_cut_off():

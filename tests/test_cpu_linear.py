@@ -1,11 +1,12 @@
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from models_for_tests import tiny_llama
 from torch import nn
 
 from fly_cli import cpu_linear
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_linear import FEW_ROWS, PackedLinear, WideningLinear, packing_works, speed_up_linears
+from fly_cli.cpu_linear import FEW_ROWS, KERNEL_ROWS, PackedLinear, WideningLinear, packing_works, speed_up_linears
 
 
 @pytest.fixture
@@ -16,11 +17,17 @@ def cpu_without_16_bit_products(monkeypatch):
 @pytest.mark.usefixtures("cpu_without_16_bit_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 16, 17, 40])
-def test_a_widened_layer_is_as_close_to_the_true_product_as_the_plain_one(dtype, bias, rows, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "PIECE", 64 * 10)  # 10 rows a piece: the last piece of 37 is not full
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 16, 17, KERNEL_ROWS, 40])
+@pytest.mark.parametrize("height", [36, 37])
+def test_a_widened_layer_is_as_close_to_the_true_product_as_the_plain_one(
+    dtype, bias, rows, height, compiler, monkeypatch
+):
+    if not compiler:
+        monkeypatch.setattr(cpu_linear, "bf16_rows", lambda: None)
+    monkeypatch.setattr(cpu_linear, "PIECE", 64 * 10)  # 10 rows a piece: the last piece is not full
     torch.manual_seed(rows)
-    layer = nn.Linear(64, 37, bias=bias).to(dtype)
+    layer = nn.Linear(64, height, bias=bias).to(dtype)
     layer.requires_grad_(False)
     inputs = torch.randn(1, rows, 64).to(dtype)
     true = nn.functional.linear(inputs.double(), layer.weight.double(), layer.bias.double() if bias else None)
@@ -48,7 +55,7 @@ def test_layers_that_are_wide_hooked_or_of_another_class_stay_as_they_are():
         pass
 
     offloaded = nn.Linear(4, 4).bfloat16()
-    offloaded._hf_hook = object()
+    add_hook_to_module(offloaded, ModelHook())
     model = nn.Sequential(nn.Linear(4, 4), Quantised(4, 4).bfloat16(), offloaded, nn.Linear(4, 4).bfloat16())
     assert speed_up_linears(model) == 1
     assert [type(layer) for layer in model] == [nn.Linear, Quantised, nn.Linear, WideningLinear]
@@ -97,7 +104,7 @@ def test_a_packed_model_gives_the_logits_of_the_plain_one(tied):
 @pytest.mark.usefixtures("cpu_with_16_bit_products")
 def test_only_plain_bf16_layers_are_packed():
     offloaded = nn.Linear(4, 4).bfloat16()
-    offloaded._hf_hook = object()
+    add_hook_to_module(offloaded, ModelHook())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).half(), offloaded, nn.Linear(4, 4).bfloat16())
     assert speed_up_linears(model) == 1
     assert [type(layer) for layer in model] == [nn.Linear, nn.Linear, nn.Linear, PackedLinear]

@@ -193,6 +193,19 @@ def test_a_module_that_the_model_lacks_is_named(folder, machine):
     assert "lm_head" in caught.value.hint
 
 
+@pytest.mark.parametrize(
+    ("device_map", "what"),
+    [
+        ({"": "cpu", "lm_head": "disk"}, "names lm_head beside the whole model"),
+        ({"model": "cpu", "model.layers.1": "disk", "lm_head": "cpu"}, r"names model\.layers\.1 beside model,"),
+    ],
+)
+def test_a_module_that_a_device_map_places_twice_is_refused_by_name(folder, machine, device_map, what):
+    machine({"cpu": 500 * MB})
+    with pytest.raises(SettingsError, match=what):
+        plan(skeleton("big", folder), None, ModelSettings(device_map=device_map, offload_folder="off"))
+
+
 @pytest.mark.parametrize("device_map", [{"": "disk"}, {"model": "cpu", "lm_head": "disk"}])
 def test_a_device_map_that_asks_for_disk_needs_an_offload_folder(folder, machine, device_map):
     machine({"cpu": 500 * MB})
@@ -220,7 +233,7 @@ def test_each_device_of_a_map_is_booked_for_its_own_part(folder, machine):
     head = 1000 * 256 * 4
     rest = model.weight_bytes(torch.float32) - head
     cache = model.cache_bytes(torch.float32)
-    settings = ModelSettings(dtype="float32", device_map={"": 0, "lm_head": "cpu"})
+    settings = ModelSettings(dtype="float32", device_map={"model": 0, "lm_head": "cpu"})
     machine({0: rest + cache, "cpu": head})
     assert plan(model, None, settings)[0]
     for free, device in (({0: rest + cache - 1, "cpu": head}, "cuda:0"), ({0: rest + cache, "cpu": head - 1}, "cpu")):

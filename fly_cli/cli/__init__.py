@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -52,13 +53,16 @@ def explain(error: BaseException) -> int:
 
 def leave(number: int) -> int:
     """One line for a run that signal `number` ended, and the exit code that a shell gives it."""
+    from ..processes import follows
+
     code = ExitCode(128 + number)
     # Where the interrupt passed through an `exec` of text (dataclasses make theirs so), Python has noted that it will
     # end itself by the signal instead of by this code; another `exec` clears the note.
     exec("")
     try:
         sys.stdout.flush()
-        print(code.name.lower(), file=sys.stderr)
+        if not follows(os.environ):
+            print(code.name.lower(), file=sys.stderr)
     except OSError:  # the reader is gone too
         discard_output()
     return code

@@ -126,7 +126,7 @@ DraftQuantize = Annotated[
         panel=MODELS,
         completions=lambda: DRAFT_QUANTIZATIONS,
         default=shown("draft_quantize"),
-        help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: int8 on a CPU, else none.",
+        help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: on a CPU int4, or int8; else none.",
     ),
 ]
 MaxMemory = Annotated[

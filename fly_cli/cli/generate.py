@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..catalog import Catalog, load_catalog
-from ..config import Effective
-from ..errors import FlyError, PromptError, UsageError
+from ..config import Config, Effective
+from ..errors import FlyError, LostProcessError, OutOfMemoryError, PromptError, UsageError
 from ..events import Started
+from ..processes import join
 from ..progress import Progress
 from ..prompts import JSONL_SUFFIXES, Gathered, Prompt, gather, read_stdin
 from ..render import Sink, make_renderer, write
@@ -28,6 +29,7 @@ from ..storage import size_text
 from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common
+from .as_one import as_one
 from .process import interruption, is_same_file, reader_is_gone, without_garbage_collection
 from .results import Result
 from .talk import Talk
@@ -124,26 +126,31 @@ def generate(
 
     FLy is lossy on purpose: where the target is unsure it may keep the draft's token, so the text can differ from
     the target's own. --mode exact is not lossy: it keeps only what the target would have chosen itself.
+
+    Started by torchrun, its processes share the target: each holds a part of it (tensor parallelism).
     """
-    layers = common.configure(context.params, config)
-    catalog = load_catalog(layers.aliases, layers.pairs)
-    settings = common.effective(layers, catalog)
-    if as_json and as_jsonl:
-        raise UsageError("`--json` and `--jsonl` exclude each other", hint="`--jsonl` gives a row for each prompt")
-    if trace:
-        common.check_output("--trace", trace, [*(file or []), *common.read_files(layers)])
-    talk = Talk(settings.output)
-    gathered = gather_prompts(prompt, file or [], talk, raw=settings.text.raw, read=not no_stdin)
-    shape = choose_shape(gathered.prompts, file or [], as_json=as_json, as_jsonl=as_jsonl)
+    processes = join(os.environ)
     with ExitStack() as stack:
-        recorder = TraceWriter(trace) if trace else None
+        team = stack.enter_context(as_one(processes))
+        layers, catalog, settings = team.tell(lambda: read_settings(context.params, config))
+        if as_json and as_jsonl:
+            raise UsageError("`--json` and `--jsonl` exclude each other", hint="`--jsonl` gives a row for each prompt")
+        if trace:
+            team.tell(lambda: common.check_output("--trace", trace, [*(file or []), *common.read_files(layers)]))
+        if not processes.first:
+            settings = replace(settings, output=replace(settings.output, quiet=True, verbose=False))
+        settings = replace(settings, models=replace(settings.models, processes=processes.world))
+        talk = Talk(settings.output)
+        gathered = team.tell(lambda: gather_prompts(prompt, file or [], talk, raw=settings.text.raw, read=not no_stdin))
+        shape = choose_shape(gathered.prompts, file or [], as_json=as_json, as_jsonl=as_jsonl)
+        recorder = TraceWriter(trace) if trace and processes.first else None
         if recorder:
             stack.callback(recorder.close)
         for note in (*settings.notes, *gathered.notes):
             talk.note(note)
         stop_if_unheard()
         pair = load(settings, catalog, talk)
-        job = Job(pair, settings, talk, recorder, show_prompt_ids)
+        job = Job(pair, settings, talk, recorder, show_prompt_ids, speaks=processes.first)
         if talk.verbose:
             talk.lines(job.describe_setup())
         match shape:
@@ -153,7 +160,15 @@ def generate(
                 job.write_json(gathered.prompts[0], whole=True)
             case Shape.JSONL:
                 job.write_rows(gathered.prompts)
-        pair.remember_costs()
+        if job.speaks:
+            pair.remember_costs()
+
+
+def read_settings(parameters: Mapping[str, Any], file: Path | None) -> tuple[Config, Catalog, Effective]:
+    """All layers of settings, the models that have a name, and what holds for this command."""
+    layers = common.configure(parameters, file)
+    catalog = load_catalog(layers.aliases, layers.pairs)
+    return layers, catalog, common.effective(layers, catalog)
 
 
 def gather_prompts(prompt: str | None, files: Sequence[Path], talk: Talk, *, raw: bool, read: bool) -> Gathered:
@@ -218,16 +233,22 @@ def stop_if_unheard() -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A loaded pair and how its answers are to be shown."""
+    """A loaded pair and how its answers are to be shown.
+
+    Of several processes that share a target one speaks; the others decode the same prompts, and show nothing.
+    """
 
     pair: Pair
     settings: Effective
     talk: Talk
     recorder: TraceWriter | None
     show_prompt_ids: bool
+    speaks: bool = True
 
     def show_text(self, prompt: Prompt) -> None:
         """Stream the answer to stdout."""
+        if not self.speaks:
+            return self.run(prompt, [])
         output = self.settings.output
         policy = decide_color(output.color, sys.stdout.isatty(), os.environ)
         if output.show_rejected and not policy.cues:
@@ -249,12 +270,16 @@ class Job:
             try:
                 self.write_json(prompt, whole=False)
             except FlyError as error:
+                if isinstance(error, LostProcessError | OutOfMemoryError) and self.settings.models.processes > 1:
+                    raise  # this process is out of step with the others, or alone
                 failures.append(error)
         if failures:
             raise FlyError(f"{len(failures)} of {len(prompts)} prompts failed: {failures[0].message}", failures[0].hint)
 
     def write_json(self, prompt: Prompt, *, whole: bool) -> None:
         """Print the run as JSON, also one that did not finish; `whole` adds tokens, settings and versions."""
+        if not self.speaks:
+            return self.run(prompt, [])
         result = Result()
         commentary = self.talk.commentary(plain=True)
         failure: BaseException | None = None
