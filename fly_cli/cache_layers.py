@@ -23,10 +23,6 @@ class CacheLayers:
     counts: Mapping[str, int]  # kind -> layers
     rewindable: bool
 
-    def describe(self) -> str:
-        """As `6 full attention, 30 sliding window of 4096`."""
-        return ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
-
 
 def cache_layers(name: str, model: Any) -> CacheLayers:
     """What the layers of a model remember, weights or not. Raises `UnsupportedModelError` for kinds without a cache."""

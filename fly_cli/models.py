@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -67,7 +67,7 @@ class Pair:
             "stop_ids": sorted(self.codec.stop_ids),
             "vocab_size": self.codec.vocab_size,
             "cost_table": {"digest": self.costs.digest, **self.costs.as_json()},
-            "versions": versions(),
+            "versions": versions(form.library for place in self.placements if (form := form_of(place.quantize))),
         }
 
     @property
@@ -432,7 +432,8 @@ def quiet_libraries() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the result depends on."""
+def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of what the result depends on, the libraries that quantised its weights included."""
     packages = {"fly": "fly-decode", "torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
+    packages |= {name: name for name in libraries}
     return {name: version(package) for name, package in packages.items()} | {"python": python_version()}

@@ -69,7 +69,9 @@ def check(
     with talk.status("starting"):
         quiet_imports()
         from ..check import check_pair
-    with closing_progress(talk.progress()) as progress, talk.status("reading configurations and tokenizers"):
+    with closing_progress(talk.progress()) as progress:
+        if talk.policy.live:
+            progress.start("reading configurations and tokenizers", None)
         found = check_pair(settings.models, catalog, progress)
     if as_json:
         write(sys.stdout, json.dumps(found.as_json(), ensure_ascii=False, allow_nan=False) + "\n")
@@ -123,7 +125,8 @@ def describe_model(model: ModelFacts) -> str:
 
 
 def describe_cache(model: ModelFacts) -> str:
-    layers = ", ".join(f"{count} {kind}" for kind, count in model.cache_layers.items())
+    """As `15 x sliding window of 512, 3 x full attention`."""
+    layers = ", ".join(f"{count} x {kind}" for kind, count in model.cache_layers.items())
     return layers if model.rewindable else f"{layers} (cannot be rewound)"
 
 
