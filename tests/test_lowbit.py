@@ -312,18 +312,18 @@ def test_an_accelerator_that_may_not_be_used_chooses_no_library(big, works, monk
     [
         ("cpu", "auto", "int8"),
         ("cpu", "int8", "int8"),
-        ("cpu", "int4", "torchao int4"),
+        ("cpu", "int4", "int4"),
         ("cuda:0", "auto", "none"),
         ("cuda:0", "int8", "bitsandbytes int8"),
         ("cuda:0", "int4", "bitsandbytes int4"),
     ],
 )
-def test_the_draft_takes_our_own_int8_on_cpus_and_a_library_elsewhere(
+def test_the_draft_takes_our_own_forms_on_cpus_and_a_library_elsewhere(
     big, works, monkeypatch, draft_device, kind, form
 ):
     machine(monkeypatch, {0: 100 * MB, "cpu": 100 * MB})
     target, draft = plan(big, big, ModelSettings(draft_device=draft_device, draft_quantize=kind))
     assert (target.quantize, draft.quantize) == ("none", form)
     library = form_of(form)
-    expected = big.weight_bytes(torch.bfloat16, library) if form != "int8" else draft.weight_bytes
+    expected = big.weight_bytes(torch.bfloat16, library) if form not in ("int8", "int4") else draft.weight_bytes
     assert draft.weight_bytes == expected
