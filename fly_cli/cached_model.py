@@ -6,29 +6,51 @@ import inspect
 import math
 from collections import deque
 from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicIndexedLayer,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-)
+from transformers import DynamicCache
 
+from .cache_layers import can_rewind, not_rewindable
 from .errors import UnsupportedModelError
 from .lookup import common_prefix
 from .rope import LengthRope, context_length
 
-# Kinds of layers that were seen to be as before when tokens were taken back. `is_croppable` says it of others too.
-REWINDABLE = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
 TIMINGS_KEPT = 32
 PREFILL_CHUNK = 2048  # tokens a forward; bounds the memory of a long prompt's activations
 PREFILL_CELLS = 2048 * 8192  # rows x cached tokens; bounds that of attention masks and scores
 PREFILL_LEAST = 256  # tokens a forward, however long the text
+
+
+class Timings(dict[int, deque[float]]):
+    """Rows -> seconds of the last forwards over so many."""
+
+    def add(self, rows: int, seconds: float) -> None:
+        self.setdefault(rows, deque(maxlen=TIMINGS_KEPT)).append(seconds)
+
+
+class DraftModel(Protocol):
+    """What a drafter needs of a model, whatever runs it."""
+
+    name: str
+    path: Path  # the folder that it came from
+    max_length: int | None
+    vocab_rows: int
+    vocab_size: int
+    forward_seconds: float
+    timings: Timings
+    reads_rows: bool  # whether one forward has the logits of several rows
+
+    def reset(self) -> None: ...
+
+    def read(self, ids: Sequence[int], last: int = 1) -> Tensor: ...
+
+    def settle(self, ids: Sequence[int]) -> None: ...
+
+    def room_before_switch(self, length: int) -> float: ...
 
 
 class CachedModel:
@@ -37,15 +59,18 @@ class CachedModel:
     Raises `UnsupportedModelError` when made of a model whose cache cannot be rewound (recurrent states).
     """
 
+    reads_rows = True
+
     def __init__(self, model: Any, *, name: str, vocab_size: int | None = None):
         self.model = model
         self.name = name
+        self.path = Path(getattr(model, "name_or_path", ""))
         config = model.config.get_text_config(decoder=True)
         self.max_length = context_length(config)
         self.vocab_rows = int(config.vocab_size)  # ids that the embedding knows
         self.vocab_size = min(vocab_size or self.vocab_rows, self.vocab_rows)  # ids that may be chosen
         self.forward_seconds = 0.0  # time spent inside the model, ever
-        self.timings: dict[int, deque[float]] = {}  # rows -> seconds of the last forwards over so many
+        self.timings = Timings()
         self._config = config
         self._device = model.get_input_embeddings().weight.device
         # With accelerate's hooks, offloaded embeddings live on "meta" between forwards.
@@ -146,7 +171,7 @@ class CachedModel:
         synchronize(logits.device)
         seconds = perf_counter() - started
         self.forward_seconds += seconds
-        self.timings.setdefault(end - start, deque(maxlen=TIMINGS_KEPT)).append(seconds)
+        self.timings.add(end - start, seconds)
         return logits  # type: ignore[no-any-return]
 
     def _drop(self, count: int) -> None:
@@ -166,23 +191,19 @@ class CachedModel:
     def _probe(self) -> None:
         """Read one token and look at the cache: only then does each layer know whether it can be rewound."""
         config = self.model.config
-        called = f"`{self.name}` (model type `{config.model_type}`)"
         # Kinds that can also be encoders have both fields, and build as encoders unless told otherwise.
         if not getattr(config, "is_decoder", True) and hasattr(config, "add_cross_attention"):
             raise UnsupportedModelError(
-                f"{called} reads its text in both directions, and so cannot go on with one",
+                f"`{self.name}` (model type `{config.model_type}`) reads its text in both directions, "
+                "and so cannot go on with one",
                 hint="use a causal language model, or set `is_decoder` in its config.json if it was trained as one",
             )
-        refused = UnsupportedModelError(
-            f"{called} has layers whose state cannot be rewound",
-            hint="rejected tokens must leave the cache again; use a model with attention layers only",
-        )
         try:
             self._forward([0], 0, 1, 1)
         except (TypeError, ValueError) as error:  # it takes no cache, or has no layer that counts tokens
-            raise refused from error
-        if any(type(layer) not in REWINDABLE for layer in self._cache.layers) or self._cache.get_seq_length() != 1:
-            raise refused
+            raise not_rewindable(self.name, self.model) from error
+        if not can_rewind(self.model, self._cache) or self._cache.get_seq_length() != 1:
+            raise not_rewindable(self.name, self.model)
         self.reset()
         self.forward_seconds = 0.0
         self.timings.clear()

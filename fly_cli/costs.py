@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 
-from .cached_model import CachedModel
+from .cached_model import DraftModel
 from .files import written_whole
 from .placement import Placement
 from .schedule import CostTable, guess_costs
 from .storage import default_cache_dir
 
 MOST_ROWS = 64  # more rows are prefill
-MEASURED_ROWS = (1, 2, 4, 7, 8, 12, 16, 24, 32)
+MEASURED_ROWS = (1, 2, 4, 6, 7, 8, 12, 16, 24, 32)
 CONTEXT = 192  # tokens before a measured block
 REPEATS = 5
 
@@ -30,13 +30,19 @@ def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -
     """The stored table of these models, placed so, on this machine; a guess from their sizes before the first run."""
     target, *draft = placements
     guess = guess_costs(target.weight_bytes, draft[0].weight_bytes if draft else None)
+    return stored_costs(placements, cache_dir) or guess
+
+
+def stored_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -> CostTable | None:
+    """What earlier runs of these models, placed so, took on this machine; None before the first one."""
     stored = read(costs_file(placements, cache_dir))
-    if not stored.get("target") or (draft and not stored.get("draft")):
-        return guess
-    return CostTable(stored["target"], stored["draft"] if draft else None)
+    with_draft = len(placements) > 1
+    if not stored.get("target") or (with_draft and not stored.get("draft")):
+        return None
+    return CostTable(stored["target"], stored["draft"] if with_draft else None)
 
 
-def measure_costs(models: Sequence[CachedModel]) -> CostTable:
+def measure_costs(models: Sequence[DraftModel]) -> CostTable:
     """Run each model over blocks of the sizes that rounds have, behind a text of some length: the median times."""
     for model in models:
         model.timings.clear()
@@ -45,7 +51,7 @@ def measure_costs(models: Sequence[CachedModel]) -> CostTable:
             for rows in MEASURED_ROWS:
                 block = [(repeat + index) % model.vocab_size for index in range(rows)]
                 model.read(text)  # an earlier block leaves the cache here
-                model.read(text + block, last=rows)
+                model.read(text + block, last=rows if model.reads_rows else 1)
         model.reset()
     tables = [{rows: median(model.timings[rows]) for rows in MEASURED_ROWS} for model in models]
     return CostTable(tables[0], tables[1] if len(tables) > 1 else None)
@@ -53,7 +59,7 @@ def measure_costs(models: Sequence[CachedModel]) -> CostTable:
 
 def store_costs(
     placements: Sequence[Placement],
-    models: Sequence[CachedModel],
+    models: Sequence[DraftModel],
     cache_dir: Path | None = None,
     *,
     anew: bool = False,

@@ -5,9 +5,10 @@ them in that order takes 1.4 times less for one row and 2 times less for 8 to 16
 are the same.
 
 Where it does not, PyTorch's kernel costs the same again for every row, so checking 16 tokens takes 10 times as long as
-one, and speculation cannot pay. Widening the weights to fp32 piece by piece, each piece small enough to stay in the
-cache, takes a fixed time and then runs at fp32 speed: 2.4 times faster at 16 rows, 5 times at 64 (measured on AVX2).
-Products and sums are fp32 in both ways, so the results differ by rounding alone.
+one, and speculation cannot pay. Blocks of a few rows go to a kernel of ours (`bf16_rows`). Many rows, and all where
+that kernel cannot be had, are multiplied with weights that are widened to fp32 piece by piece, each piece small enough
+to stay in the cache: that takes a fixed time and then runs at fp32 speed.
+Products and sums are fp32 in all ways, so the results differ by rounding alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-FEW_ROWS = 6  # up to here PyTorch's own kernel is faster
+from .bf16_rows import LANES, Kernel, bf16_rows
+
+FEW_ROWS = 2  # up to here PyTorch's own kernel is faster than widening
+KERNEL_ROWS = 32  # up to here `bf16_rows` is
 PIECE = 786_432  # weights widened at a time: 3 MB in fp32
 PACKED_FOR_ROWS = 16
 LARGEST_ERROR = 0.02  # of the packed kernel's self-test, relative to the largest result; bf16 rounding makes 0.004
@@ -44,10 +48,14 @@ class WideningLinear(nn.Linear):
     """`nn.Linear` with 16-bit weights, computed in fp32 a piece at a time where there are more than a few rows."""
 
     scratch: Tensor  # [PIECE] fp32, shared by all layers of a model
+    kernel: Kernel | None  # for a few rows, where there is one that fits this layer
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the input's dtype. For inference only."""
         rows = input.numel() // self.in_features
+        if self.kernel is not None and rows <= KERNEL_ROWS:
+            result = self.kernel(input.reshape(rows, self.in_features).float().contiguous(), self.weight)
+            return self._finish(result, input)
         if rows <= FEW_ROWS:
             return super().forward(input)
         columns = self.scratch.new_zeros(self.in_features, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
@@ -58,7 +66,10 @@ class WideningLinear(nn.Linear):
             piece = self.weight[start : start + height]
             wide = self.scratch[: piece.numel()].view_as(piece)
             torch.mm(wide.copy_(piece), columns, out=output[start : start + height])
-        result = output[:, :rows].t()
+        return self._finish(output[:, :rows].t(), input)
+
+    def _finish(self, result: Tensor, input: Tensor) -> Tensor:
+        """[rows, out] fp32 -> [..., out] in the input's dtype, with the bias."""
         if self.bias is not None:
             result = result + self.bias
         return result.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
@@ -91,13 +102,16 @@ def packing_works() -> bool:
 def speed_up_linears(model: nn.Module) -> int:
     """Give the model's 16-bit linear layers on the CPU the fastest form there is; how many there were.
 
-    Layers of another class (quantised ones) and layers whose forward was replaced (offloaded ones, and parts of a layer
-    that several processes share) stay as they are.
+    Layers and weights of another class (quantised ones), and layers whose forward was replaced (offloaded ones, and
+    parts of a layer that several processes share) stay as they are.
     """
     layers = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and "forward" not in vars(module) and module.weight.device.type == "cpu"
+        if type(module) is nn.Linear
+        and type(module.weight) is nn.Parameter
+        and "forward" not in vars(module)
+        and module.weight.device.type == "cpu"
     }
     if cpu_multiplies_16_bit():
         return pack(model, layers) if packing_works() else 0
@@ -120,5 +134,8 @@ def widen(layers: dict[str, nn.Linear]) -> int:
         if layer.in_features <= PIECE and layer.weight.dtype in (torch.bfloat16, torch.float16):
             layer.__class__ = WideningLinear
             layer.scratch = scratch
+            fits = layer.in_features % LANES == 0 and layer.out_features % 2 == 0 and layer.weight.is_contiguous()
+            kernel = bf16_rows() if fits and layer.weight.dtype == torch.bfloat16 else None
+            layer.__dict__["kernel"] = kernel  # not a parameter or module
             count += 1
     return count

@@ -19,6 +19,7 @@ from .prompts import Prompt
 from .sampling import Chooser
 from .schedule import Adaptive, room_for_draft
 from .settings import DecodeSettings
+from .translate import TranslatingDrafter
 from .verify import Evidence, Verdict, judge
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def decode(
     ids = list(encoded.ids)
     room_for_prompt(len(ids), target.max_length)
     chooser = Chooser(settings, codec.vocab_size, settings.seed or 0)
-    drafter = make_drafter(pair, chooser, settings)
+    drafter = make_drafter(pair, chooser, settings, prompt, len(ids))
     answer = Answer(codec, encoded.ids, settings, target.max_length)
 
     def verify(draft: Draft) -> Evidence:
@@ -137,7 +138,9 @@ class Stopwatch:
         return perf_counter() - self._began
 
 
-def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Drafter:
+def make_drafter(
+    pair: Pair, chooser: Chooser, settings: DecodeSettings, prompt: Prompt, num_prompt_tokens: int
+) -> Drafter:
     """The drafter that pair and settings ask for. Where nothing is to be drafted it is never asked."""
     stop_ids, costs, lookup = pair.codec.stop_ids, pair.costs, settings.draft_lookup
     adaptive = settings.draft_schedule == "adaptive"
@@ -145,7 +148,12 @@ def make_drafter(pair: Pair, chooser: Chooser, settings: DecodeSettings) -> Draf
     window = None if settings.entropy_threshold is None else settings.window_size
     if pair.draft is None:
         return AdaptiveDrafter(copier, None, Adaptive(replace(costs, draft=None), window)) if adaptive else copier
-    inside = lookup and not (adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds())
+    if pair.translation is not None:
+        translating = TranslatingDrafter(pair.draft, pair.translation, prompt, num_prompt_tokens, fallback=lookup)
+        policy = Adaptive(costs, window, translated=True)
+        return AdaptiveDrafter(copier if lookup else None, translating, policy) if adaptive else translating
+    dear = adaptive and costs.step_seconds(COPIED_TOKENS + 1) > DEAR * costs.step_seconds()
+    inside = lookup and pair.draft.reads_rows and not dear
     model = ModelDrafter(pair.draft, chooser, stop_ids, lookup=inside, fallback=lookup)
     return AdaptiveDrafter(copier if lookup else None, model, Adaptive(costs, window)) if adaptive else model
 

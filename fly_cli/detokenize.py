@@ -75,6 +75,15 @@ def choose_detokenizer(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> N
     return lambda hidden, prompt_ids: WindowDetokenizer(decode, visible(hidden), prompt_ids)
 
 
+def choose_bytes(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], bytes] | None:
+    """What gives the bytes that a token stands for behind other tokens; None where the decoder is not modelled here."""
+    steps = _decoder_steps(tokenizer)
+    if [step["type"] for step in steps] == ["ByteLevel"]:
+        return _byte_level
+    rules = SpaceRules.read(steps)
+    return rules.bytes_of if rules is not None else None
+
+
 def _decoder_steps(tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """The steps of a `tokenizers` decoder as plain data, [] where there is none to read."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
@@ -194,6 +203,16 @@ class SpaceRules:
         if not steps:
             return None
         return cls(tuple(replaces[False]), byte_tokens, tuple(replaces[True]), strip, strip_text)
+
+    def bytes_of(self, token: str) -> bytes:
+        """What a token stands for that is not the first of its text."""
+        for step in self.before:
+            token = step.apply(token, first=False)
+        if self.byte_tokens and (byte := _byte_token(token)) is not None:
+            return byte
+        for step in self.after:
+            token = step.apply(token, first=False)
+        return token.encode()
 
 
 class PieceDetokenizer:

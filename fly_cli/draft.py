@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .cached_model import CachedModel
+from .cached_model import DraftModel
 from .events import Source
 from .evidence import to_host
 from .lookup import NgramIndex
@@ -18,6 +18,7 @@ from .sampling import Chooser
 from .schedule import Adaptive, Way
 from .verify import Verdict
 
+GoesOn = Callable[[Sequence[float], int], bool]  # (confidences of the tokens so far, limit) -> whether to go on
 COPIED_TOKENS = 6  # copied tokens that the draft model checks in one forward
 
 
@@ -80,9 +81,7 @@ class ModelDrafter:
     not its tokens.
     """
 
-    def __init__(
-        self, model: CachedModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool, fallback: bool = True
-    ):
+    def __init__(self, model: DraftModel, chooser: Chooser, stop_ids: Set[int], *, lookup: bool, fallback: bool = True):
         self.model = model
         self.chooser = chooser
         self.stop_ids = stop_ids
@@ -94,9 +93,7 @@ class ModelDrafter:
     def forward_seconds(self) -> float:
         return self.model.forward_seconds
 
-    def propose(
-        self, ids: list[int], limit: int, goes_on: Callable[[Sequence[float], int], bool] | None = None
-    ) -> Draft:
+    def propose(self, ids: list[int], limit: int, goes_on: GoesOn | None = None) -> Draft:
         """Up to `limit` ids; copied ones alone, or none, where the draft model's context or vocabulary does not reach.
 
         `goes_on` is asked after each forward, with the confidences so far and the limit, whether another one pays.
@@ -105,6 +102,10 @@ class ModelDrafter:
             draft = self.fallback.propose(ids, limit) if self.fallback else Draft()
             draft.notes = self.note_once(why_not)
             return draft
+        return self._draft(ids, limit, goes_on)
+
+    def _draft(self, ids: list[int], limit: int, goes_on: GoesOn | None) -> Draft:
+        """What the model itself proposes."""
         if self.model.max_length is not None:
             limit = min(limit, self.model.max_length - len(ids))
         limit = int(min(limit, self.model.room_before_switch(len(ids)) + 1))  # the last token is not read
@@ -154,10 +155,15 @@ class ModelDrafter:
 
     def out_of_reach(self, ids: Sequence[int]) -> str | None:
         """Why the model cannot draft behind these ids; None if it can."""
-        if self.model.max_length is not None and len(ids) >= self.model.max_length:
-            return f"the text is longer than the draft model's context of {self.model.max_length} tokens"
+        if why_not := self._why_too_long(len(ids)):
+            return why_not
         if max(ids) >= self.model.vocab_rows:
             return "the text has a token that the draft model does not know"
+        return None
+
+    def _why_too_long(self, num_tokens: int) -> str | None:
+        if self.model.max_length is not None and num_tokens >= self.model.max_length:
+            return f"the text is longer than the draft model's context of {self.model.max_length} tokens"
         return None
 
 
@@ -190,9 +196,9 @@ class AdaptiveDrafter:
         """Hear what became of the last draft."""
         committed = [*draft.ids[: verdict.num_kept], verdict.final_id]
         self.policy.learn_match(self._copied.match_length, self._copied.ids, committed)
-        if not draft.ids:
-            self.policy.learn_none()
-        elif draft.confidences:
+        if draft.steps:
             self.policy.learn_model(draft.confidences, verdict, draft.steps)
+        elif not draft.ids:
+            self.policy.learn_none()
         else:
             self.policy.learn_copy(len(draft.ids), verdict)

@@ -87,18 +87,22 @@ def fetch_file(repo: str, file: RemoteFile, revision: str | None, folder: Path, 
     return Path(path)
 
 
-def fetch_model(repo: str, revision: str | None, progress: Progress) -> Path:
-    """The folder of a model in the hub's own cache: safetensors, configuration and tokenizer, fetched where missing."""
+def fetch_model(repo: str, revision: str | None, progress: Progress, *, weights: bool = True) -> Path:
+    """The folder of a model in the hub's own cache: safetensors, configuration and tokenizer, fetched where missing.
+
+    Without `weights` only the others are fetched.
+    """
     from huggingface_hub import snapshot_download
 
     files = list_files(repo, revision)
-    wanted = choose_files(repo, files)
+    wanted = [name for name in choose_files(repo, files) if weights or not name.endswith(".safetensors")]
     total = sum(files[name].size for name in wanted)
     cache = cache_location()
     blobs = cache / f"models--{repo.replace('/', '--')}" / "blobs"
     have = sum(path.stat().st_size for path in blobs.glob("*") if path.is_file()) if blobs.is_dir() else 0
     require_disk(cache, max(total - have, 0), f"fetching `{repo}`")
-    progress.start(f"fetching {repo} from the hub", total)
+    what = repo if weights else f"the configuration of {repo}"
+    progress.start(f"fetching {what} from the hub", total)
     progress.advance(min(have, total))
     with explained(repo), watched(blobs, max(total - have, 0), progress):
         folder = snapshot_download(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
@@ -14,41 +15,49 @@ from platform import python_version
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
-from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
-from .cached_model import CachedModel
+from .cached_model import CachedModel, DraftModel
 from .catalog import Catalog, load_catalog
 from .costs import load_costs, measure_costs, store_costs
 from .cpu_linear import speed_up_linears
-from .errors import ModelError, SettingsError, UnsupportedModelError, out_of_memory
-from .placement import Placement, Skeleton, choose_dtype, gigabytes, plan, skeleton
+from .descriptions import locate_description
+from .errors import ModelError, SettingsError, out_of_memory
+from .hub import is_offline
+from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
+from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
+from .pairing import Outlook, codec_of, examine, translation_of
+from .placement import Placement, Skeleton, choose_dtype, gigabytes, place_draft, skeleton
 from .processes import ALONE, Alone
 from .progress import Progress, Silent
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
-from .storage import require_memory
+from .spelling import Translation
+from .storage import exclusive, require_memory
 from .team import join_team, lost_processes
 from .text import Codec, one_line
-from .vocabulary import load_tokenizer, vocabulary_difference
+from .vocabulary import Match
 from .weights import Located, locate
+
+INT4_BUILD = 10  # bytes of memory for each weight while the int4 form is made
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A target, perhaps a draft model, and the tokenizer that both share."""
+    """A target, perhaps a draft model, and the target's tokenizer."""
 
     target: CachedModel
-    draft: CachedModel | None
+    draft: DraftModel | None
     codec: Codec
     settings: ModelSettings
     placements: tuple[Placement, ...] = ()  # target, then draft
     costs: CostTable = field(default_factory=lambda: guess_costs(4, 1))  # of their forwards on this machine
     team: Alone = ALONE  # the processes that share the target
     assistant: Any = None  # the draft model as transformers would load it, where ours has other weights
+    translation: Translation | None = None  # where the draft model has another tokenizer
 
     def describe(self) -> dict[str, Any]:
         """Settings, placement, stop ids and versions as JSON values."""
@@ -58,11 +67,11 @@ class Pair:
             "stop_ids": sorted(self.codec.stop_ids),
             "vocab_size": self.codec.vocab_size,
             "cost_table": {"digest": self.costs.digest, **self.costs.as_json()},
-            "versions": versions(),
+            "versions": versions(form.library for place in self.placements if (form := form_of(place.quantize))),
         }
 
     @property
-    def models(self) -> list[CachedModel]:
+    def models(self) -> list[DraftModel]:
         """The target, and the draft model if there is one."""
         return [model for model in (self.target, self.draft) if model is not None]
 
@@ -96,117 +105,149 @@ def load_pair(
     progress = progress or Silent()
     team = join_team(settings.processes) if settings.processes > 1 else ALONE
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
-    names = [settings.target, settings.draft] if with_draft else [settings.target]
-    folders = [locate(str(name), catalog, offline=settings.offline, progress=progress) for name in names]
+    names = [settings.target, str(settings.draft)] if with_draft else [settings.target]
     with quiet_libraries(), lost_processes():
+        refuse_before_fetching(names, catalog, settings, progress)
+        folders = [locate(name, catalog, offline=settings.offline, progress=progress) for name in names]
         pair = assemble(folders, settings, text_settings or TextSettings(), progress)
     return replace(pair, team=team, costs=team.tell(lambda: pair.costs))
+
+
+def refuse_before_fetching(names: Sequence[str], catalog: Catalog, settings: ModelSettings, progress: Progress) -> None:
+    """Raise what stands against a pair, as far as it is told by small files, before gigabytes are fetched for it."""
+    if settings.offline or is_offline():
+        return  # nothing will be fetched
+    found = [locate_description(name, catalog, progress=progress) for name in names]
+    described = [one for one in found if one is not None]
+    if len(described) == len(names) and not all(one.weights for one in described):
+        examine(described, settings).refuse()
 
 
 def assemble(
     folders: Sequence[Located], settings: ModelSettings, text_settings: TextSettings, progress: Progress
 ) -> Pair:
     """The pair of models in these folders: the target's, then perhaps the draft's."""
-    paths = [place.path for place in folders]
-    with_draft = len(paths) > 1
-    names = [str(settings.target), str(settings.draft)][: len(paths)]
-    trust = settings.trust_remote_code
-    if with_draft and (difference := vocabulary_difference(paths[0], paths[1], trust_remote_code=trust)):
-        raise UnsupportedModelError(
-            f"`{settings.draft}` cannot draft for `{settings.target}`: {difference}",
-            hint="choose a draft model of the same family, or `--draft lookup`, which needs none",
-        )
-    skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
-    ends = [end_ids(name, path, one.model.config) for name, path, one in zip(names, paths, skeletons, strict=True)]
-    codec = Codec(
-        load_tokenizer(paths[0], trust_remote_code=trust),
-        settings=text_settings,
-        end_ids=ends[0],
-        vocab_rows=skeletons[0].model.config.get_text_config(decoder=True).vocab_size,
-    )
-    with_shaped = place_and_load(folders, skeletons, codec, settings, progress)
-    if with_shaped is None:
+    outlook = examine(folders, settings)
+    outlook.refuse()
+    codec, translation = codec_of(outlook, folders, 0, text_settings, settings), None
+    if outlook.vocabularies is not None and outlook.vocabularies.kind is Match.DIFFERENT:
+        translation = translation_of(outlook, folders, codec, settings)
+        difference = outlook.vocabularies.describe()
+        progress.note(f"`{settings.draft}` drafts for `{settings.target}` by way of the text: {difference}")
+    sizes = [codec.vocab_size, translation.draft.codec.vocab_size if translation else codec.vocab_size]
+    loaded = load_and_try(folders, outlook, sizes, settings, progress)
+    if loaded is None:
         gc.collect()  # what was loaded goes before the same is loaded again
-        if settings.draft_quantize == "int8":
+        names = [place.name for place in outlook.places]
+        if settings.draft_quantize != "auto" and outlook.places[-1].quantize == OWN_INT8:
             raise SettingsError(
-                f"`{settings.draft}` cannot run with int8 weights: its code looks at the weights of its layers",
+                f"`{names[-1]}` cannot run with int8 weights: its code looks at the weights of its layers",
                 hint="use `--draft-quantize none`",
             )
         progress.note(f"{' or '.join(names)} looks at the weights of its layers, and so runs without the faster ones")
-        skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in zip(names, paths, strict=True)]
-        plain = replace(settings, draft_quantize="none")
-        with_shaped = place_and_load(folders, skeletons, codec, plain, progress, plain_layers=True)
-        assert with_shaped is not None
-    cached, places = with_shaped
-    return Pair(cached[0], cached[1] if with_draft else None, codec, settings, places, load_costs(places))
+        plain = settings if settings.draft_quantize != "auto" else replace(settings, draft_quantize="none")
+        outlook = examine(folders, plain)
+        outlook.refuse()
+        loaded = load_and_try(folders, outlook, sizes, plain, progress, plain_layers=True)
+        assert loaded is not None
+    cached, places = loaded
+    draft = cached[1] if len(cached) > 1 else None
+    return Pair(cached[0], draft, codec, settings, places, load_costs(places), translation=translation)
 
 
-def place_and_load(
+def load_and_try(
     folders: Sequence[Located],
-    skeletons: Sequence[Skeleton],
-    codec: Codec,
+    outlook: Outlook,
+    vocab_sizes: Sequence[int],
     settings: ModelSettings,
     progress: Progress,
     *,
     plain_layers: bool = False,
-) -> tuple[list[CachedModel], tuple[Placement, ...]] | None:
+) -> tuple[list[Any], tuple[Placement, ...]] | None:
     """The models, the target first, each run once to see that it can be; and where they are.
 
     None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
     """
-    target_place, draft_place = plan(skeletons[0], skeletons[1] if len(skeletons) > 1 else None, settings)
-    places = tuple(place for place in (target_place, draft_place) if place is not None)
-    models = load_models(folders, places, skeletons, settings, progress, plain_layers=plain_layers)
+    places = list(outlook.places)
+    models = load_models(folders, places, outlook, vocab_sizes, settings, progress, plain_layers=plain_layers)
     try:
         cached = [
-            CachedModel(model, name=place.name, vocab_size=codec.vocab_size)
-            for model, place in zip(models, places, strict=True)
+            model if isinstance(model, Int4Model) else CachedModel(model, name=place.name, vocab_size=size)
+            for model, place, size in zip(models, places, vocab_sizes, strict=False)
         ]
     except AttributeError:
         if plain_layers:
             raise
         return None
-    return cached, places
+    return cached, tuple(places)
 
 
 def load_models(
     folders: Sequence[Located],
-    places: Sequence[Placement],
-    skeletons: Sequence[Skeleton],
+    places: list[Placement],
+    outlook: Outlook,
+    vocab_sizes: Sequence[int],
     settings: ModelSettings,
     progress: Progress,
     *,
     plain_layers: bool = False,
 ) -> list[Any]:
-    """The models of these folders, placed. The target's layers are brought into shape while the draft is read."""
+    """The models of these folders, placed. The target's layers are brought into shape while the draft is read.
+
+    A draft model whose int4 form cannot be had gets another place.
+    """
     models: list[Any] = []
     with ThreadPoolExecutor(1) as pool:
-        shaping = []
-        for located, place, empty in zip(folders, places, skeletons, strict=True):
-            if place.quantize == "none":
-                models.append(load_model(located, place, settings, progress))
-                if not plain_layers:
-                    shaping.append(pool.submit(speed_up_linears, models[-1]))
-                continue
-            model = read_int8(located, place, empty, progress)
-            if model is None:
-                wait(shaping)  # making skeletons changes how all threads make layers
-                model = prepare_int8(located, place, settings, progress)
+        shaping: list[Future[int]] = []
+        for index, (located, empty) in enumerate(zip(folders, outlook.skeletons, strict=True)):
+            # Making skeletons, as preparing weights does, changes how all threads make layers.
+            source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(shaping))
+            model, places[index] = load_placed(source, places[index])
             models.append(model)
+            if places[index].quantize not in (OWN_INT8, OWN_INT4) and not plain_layers:
+                shaping.append(pool.submit(speed_up_linears, model))
         for one in shaping:
             one.result()
     return models
 
 
+@dataclass(frozen=True)
+class Source:
+    """What a model is loaded from, and how."""
+
+    located: Located
+    empty: Skeleton
+    vocab_size: int  # ids that may be chosen
+    settings: ModelSettings
+    progress: Progress
+    alone: Callable[[], object]  # returns when no other thread works on a model
+
+
+def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
+    """The model in the form that its place says, or in another where its int4 form cannot be had; and where it is."""
+    if place.quantize == OWN_INT4:
+        try:
+            return load_int4(source, place), place
+        except Int4Error as error:
+            place = place_without_int4(source, place, error)
+    if place.quantize == OWN_INT8:
+        model = read_int8(source.located, place, source.empty, source.progress)
+        if model is None:
+            source.alone()
+            model = prepare_int8(source.located, place, source.settings, source.progress)
+        return model, place
+    return load_model(source.located, place, source.settings, source.progress), place
+
+
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     """The pair with its draft model as it is without quantisation, for transformers' own assisted generation."""
-    if pair.draft is None or pair.placements[1].quantize == "none":
+    if pair.draft is None or pair.placements[1].quantize == NONE:
         return pair
     place = pair.placements[1]
-    located = Located(place.name, Path(pair.draft.model.name_or_path), place.name)
+    located = Located(place.name, pair.draft.path, place.name)
     settings = replace(pair.settings, draft_quantize="none")
     (device,) = place.device_map.values()
-    plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize="none")
+    plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize=NONE)
     with quiet_libraries():
         assistant = load_model(located, plain, settings, progress or Silent())
     speed_up_linears(assistant)
@@ -216,6 +257,8 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
 def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
     """The model of a local folder, placed. Raises `ModelError` for weights that are missing or of another shape."""
     progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)})", None)
+    form = form_of(place.quantize)
+    quantized = {"quantization_config": quantization_config(form, place.dtype)} if form else {}
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             located.path,
@@ -226,6 +269,7 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             use_safetensors=True,
             ignore_mismatched_sizes=True,  # they are refused below, by name
             output_loading_info=True,
+            **quantized,
         )
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
@@ -269,7 +313,7 @@ def prepare_int8(located: Located, place: Placement, settings: ModelSettings, pr
     """The model with int8 weights, made now and kept for later runs."""
     needed = 4 * place.weight_bytes  # as it is stored (16 bits), and its int8 form twice
     require_memory(needed, f"preparing int8 weights of `{place.name}`")
-    model = load_model(located, replace(place, dtype=torch.bfloat16, quantize="none"), settings, progress)
+    model = load_model(located, replace(place, dtype=torch.bfloat16, quantize=NONE), settings, progress)
     progress.start(f"preparing int8 weights of {place.name}, once", None)
     try:
         state = quantized_state(model)
@@ -282,6 +326,75 @@ def prepare_int8(located: Located, place: Placement, settings: ModelSettings, pr
         return fill(empty.model, state)
     finally:
         progress.finish()
+
+
+def load_int4(source: Source, place: Placement) -> Int4Model:
+    """The model with the int4 weights that an earlier run prepared, or that are made now and kept.
+
+    Raises `Int4Error` where they cannot be made or are not right on this machine.
+    """
+    folder = int4_folder(source.located.path)
+    if (model := kept_int4(source, place, folder)) is not None:
+        return model
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with exclusive(folder.with_name(f"{folder.name}.lock"), f"int4 weights of {place.name}", source.progress):
+            if (model := kept_int4(source, place, folder)) is not None:
+                return model  # another process was faster
+            source.alone()
+            prepare_int4(source, place, folder)
+            return read_int4(source, place, folder)
+    except Int4Error as error:
+        give_up(folder, error)
+        raise
+    except OSError as error:
+        raise Int4Error(f"`{folder.parent}` cannot be written: {error.strerror}") from error
+
+
+def kept_int4(source: Source, place: Placement, folder: Path) -> Int4Model | None:
+    """The model that an earlier run prepared; None where there is none that works: it is made again."""
+    try:
+        return read_int4(source, place, folder) if folder.is_dir() else None
+    except Int4Error:
+        return None
+
+
+def read_int4(source: Source, place: Placement, folder: Path) -> Int4Model:
+    """The model of a prepared folder, compared with the plain one. Raises `Int4Error`."""
+    source.progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int4)", None)
+    try:
+        config = source.empty.model.config
+        model = Int4Model(open_session(folder), config, name=place.name, vocab_size=source.vocab_size)
+        check(model, folder)
+        return model
+    finally:
+        source.progress.finish()
+
+
+def prepare_int4(source: Source, place: Placement, folder: Path) -> None:
+    """Make and keep the int4 form of a model, with the plain model's logits to check it by. Raises `Int4Error`."""
+    plain = replace(place, dtype=torch.bfloat16, quantize=NONE)
+    require_memory(INT4_BUILD * source.empty.num_parameters, f"preparing int4 weights of `{place.name}`")
+    reference = reference_reads(
+        CachedModel(load_model(source.located, plain, source.settings, source.progress), name=place.name)
+    )
+    source.progress.start(f"preparing int4 weights of {place.name}, once (a minute or so)", None)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        build(source.located.path, folder, reference)
+    finally:
+        source.progress.finish()
+
+
+def place_without_int4(source: Source, place: Placement, error: Int4Error) -> Placement:
+    """Another place for a draft model whose int4 form cannot be had. Raises `SettingsError` where it was asked for."""
+    if source.settings.draft_quantize == OWN_INT4:
+        raise SettingsError(
+            f"`{place.name}` cannot draft with int4 weights: {one_line(error)}", hint="use `--draft-quantize auto`"
+        ) from error
+    source.progress.note(f"`{place.name}` drafts without int4 weights: {one_line(error)}")
+    (device,) = place.device_map.values()
+    return place_draft(source.empty, torch.device(device), source.settings, without={OWN_INT4})
 
 
 def refuse_missing_weights(name: str, info: Mapping[str, Any]) -> None:
@@ -298,36 +411,6 @@ def refuse_missing_weights(name: str, info: Mapping[str, Any]) -> None:
 
 def a_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
-
-
-def end_ids(name: str, folder: Path, config: Any) -> set[int]:
-    """End-of-sequence ids of the folder's generation config and of the model's config.
-
-    Raises `UnsupportedModelError` for a file that cannot be read or names something other than ids.
-    """
-    file = folder / GENERATION_CONFIG_NAME
-    listed = [(folder / CONFIG_NAME, getattr(config.get_text_config(decoder=True), "eos_token_id", None))]
-    if file.is_file():
-        try:
-            generation = GenerationConfig.from_pretrained(folder, local_files_only=True)
-        except MemoryError:
-            raise
-        except Exception as error:  # the file may hold anything
-            raise UnsupportedModelError(
-                f"the {GENERATION_CONFIG_NAME} of `{name}` cannot be read: {one_line(error)}",
-                hint=f"mend or remove `{file}`",
-            ) from error
-        listed.append((file, generation.eos_token_id))
-    found: set[int] = set()
-    for source, value in listed:
-        ids = [one for one in (value if isinstance(value, list | tuple) else [value]) if one is not None]
-        if any(type(one) is not int for one in ids):
-            raise UnsupportedModelError(
-                f"the {source.name} of `{name}` has an `eos_token_id` of {value!r}",
-                hint=f"write an id or a list of ids in `{source}`",
-            )
-        found.update(ids)
-    return found
 
 
 @contextmanager
@@ -349,7 +432,8 @@ def quiet_libraries() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def versions() -> dict[str, str]:
-    """Versions of what the result depends on."""
+def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
+    """Versions of what the result depends on, the libraries that quantised its weights included."""
     packages = {"fly": "fly-decode", "torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
+    packages |= {name: name for name in libraries}
     return {name: version(package) for name, package in packages.items()} | {"python": python_version()}

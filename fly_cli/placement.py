@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
+from .int4 import LEAST_PARAMETERS, int4_bytes, no_int4
+from .lowbit import (
+    NONE,
+    OWN_INT4,
+    OWN_INT8,
+    Form,
+    choose_form,
+    form_of,
+    library_for,
+    parameter_bytes,
+    quantized_layers,
+    why_not,
+)
 from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
 from .settings import ModelSettings
@@ -47,8 +60,8 @@ class Skeleton:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        return self.num_parameters * dtype.itemsize
+    def weight_bytes(self, dtype: torch.dtype, form: Form | None = None) -> int:
+        return sum(parameter_bytes(self.model, dtype, form).values())
 
     def cache_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the cache of `PLANNED_TOKENS` tokens."""
@@ -64,8 +77,13 @@ class Placement:
     dtype: torch.dtype
     weight_bytes: int
     cache_bytes: int
-    quantize: str = "none"  # or int8
+    quantize: str = NONE  # or the name of a form: int8 and int4 (our own), torchao int4 and the like
     processes: int = 1  # that share the model; the sizes are of one's part
+
+    @property
+    def weights(self) -> str:
+        """What the weights are in: the form, or the dtype."""
+        return str(self.dtype).removeprefix("torch.") if self.quantize == NONE else self.quantize
 
     def describe(self) -> dict[str, Any]:
         """The placement as JSON values."""
@@ -115,13 +133,16 @@ def cached_numbers(text: Any) -> int:
     return numbers
 
 
-def plan(target: Skeleton, draft: Skeleton | None, settings: ModelSettings) -> tuple[Placement, Placement | None]:
-    """Places for target and draft that fit together.
+def plan(
+    target: Skeleton, draft: Skeleton | None, settings: ModelSettings, free: Mapping[int | str, int] | None = None
+) -> tuple[Placement, Placement | None]:
+    """Places for target and draft that fit together, into the `free` bytes of each device (default: of this machine).
 
     The draft goes whole onto one device (the accelerator with most room, if it fits there), the target over what
-    is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device not there.
+    is left. Raises `OutOfMemoryError` with the sizes when they do not fit, `SettingsError` for a device not there and
+    for weights that cannot be quantised as asked.
     """
-    free = free_memory(settings.max_memory)
+    free = free_memory(settings.max_memory) if free is None else dict(free)
     if settings.processes > 1:
         free = own_share(free)
     draft_place = None
@@ -161,33 +182,69 @@ def roomiest(draft: Skeleton, free: Mapping[int | str, int], settings: ModelSett
     accelerators = {device: size for device, size in free.items() if isinstance(device, int)}
     if accelerators:
         best = max(accelerators, key=lambda device: accelerators[device])
-        dtype = choose_dtype(settings.dtype, accelerator(best))
-        if draft.weight_bytes(dtype) + draft.cache_bytes(dtype) <= accelerators[best]:
-            return accelerator(best)
+        device, kind = accelerator(best), settings.draft_quantize
+        dtype = choose_dtype(settings.dtype, device)
+        form = None if kind in ("auto", NONE) else Form(library_for(device), kind)
+        if draft.weight_bytes(dtype, form) + draft.cache_bytes(dtype) <= accelerators[best]:
+            return device
     return torch.device("cpu")
 
 
-def place_whole(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
+def place_whole(
+    model: Skeleton, device: torch.device, settings: ModelSettings, kind: str = NONE, flag: str = "--quantize"
+) -> Placement:
     dtype = choose_dtype(settings.dtype, device)
-    return Placement(model.name, {"": device}, dtype, model.weight_bytes(dtype), model.cache_bytes(dtype))
+    return placed(model, {"": device}, dtype, quantized_form(model, kind, device, dtype, flag))
 
 
-def place_draft(model: Skeleton, device: torch.device, settings: ModelSettings) -> Placement:
-    """The draft whole on its device, with int8 weights where that is asked for or, by "auto", possible."""
-    if settings.draft_quantize == "none" or ((why_not := no_int8(model, device)) and settings.draft_quantize == "auto"):
-        return place_whole(model, device, settings)
-    if why_not:
-        raise SettingsError(
-            f"`{model.name}` cannot draft with int8 weights: {why_not}", hint="use `--draft-quantize none` or `auto`"
-        )
-    dtype = torch.float32  # of what lies between the layers
-    return Placement(model.name, {"": device}, dtype, quantized_bytes(model.model), model.cache_bytes(dtype), "int8")
+def placed(model: Skeleton, device_map: DeviceMap, dtype: torch.dtype, form: Form | None) -> Placement:
+    sizes = model.weight_bytes(dtype, form), model.cache_bytes(dtype)
+    return Placement(model.name, device_map, dtype, *sizes, form.name if form else NONE)
 
 
-def no_int8(model: Skeleton, device: torch.device) -> str | None:
-    """Why the model cannot run with int8 weights there; None if it can."""
+def quantized_form(model: Skeleton, kind: str, device: torch.device, dtype: torch.dtype, flag: str) -> Form | None:
+    """How a library is to quantise the model there; None for "none". Raises `SettingsError` where it cannot."""
+    if kind == NONE:
+        return None
+    form = choose_form(kind, device, dtype, flag)
+    if reason := why_not(model.model, form):
+        raise SettingsError(f"`{model.name}` cannot run with {kind} weights: {reason}", hint=f"use `{flag} none`")
+    return form
+
+
+def place_draft(
+    model: Skeleton, device: torch.device, settings: ModelSettings, without: Set[str] = frozenset()
+) -> Placement:
+    """The draft whole on its device. On a CPU int8 and int4 are our own forms, and "auto" takes the fastest that works.
+
+    `without` are forms that turned out not to work. Raises `SettingsError` for one that is asked for and not possible.
+    """
+    kind = settings.draft_quantize
     if device.type != "cpu":
-        return f"that is for the CPU, and the draft model goes to {device}"
+        return place_whole(model, device, settings, NONE if kind == "auto" else kind, "--draft-quantize")
+    dtype = torch.float32  # of what lies between the layers
+    for form in own_forms(kind, model):
+        reason = no_int4(model.model) if form == OWN_INT4 else no_int8(model)
+        if reason and kind != "auto":
+            raise SettingsError(
+                f"`{model.name}` cannot draft with {form} weights: {reason}",
+                hint="use `--draft-quantize none` or `auto`",
+            )
+        if not reason and form not in without:
+            size = int4_bytes(model.model) if form == OWN_INT4 else quantized_bytes(model.model)
+            return Placement(model.name, {"": device}, dtype, size, model.cache_bytes(dtype), form)
+    return place_whole(model, device, settings)
+
+
+def own_forms(kind: str, model: Skeleton) -> tuple[str, ...]:
+    """The forms of our own to try, the fastest first."""
+    if kind == "auto":
+        return (OWN_INT4, OWN_INT8) if model.num_parameters >= LEAST_PARAMETERS else (OWN_INT8,)
+    return () if kind == NONE else (kind,)
+
+
+def no_int8(model: Skeleton) -> str | None:
+    """Why the model cannot run with int8 weights of our own on the CPU; None if it can."""
     if not worth_quantizing(model.model):
         return "most of its weights are not in linear layers"
     return None if int8_works() else "PyTorch's int8 kernels give no right result on this CPU"
@@ -204,7 +261,7 @@ def book(place: Placement, device: torch.device, weights: int, cache: int, free:
     if weights + cache > free.get(key, 0):
         raise OutOfMemoryError(
             f"`{place.name}` needs {gigabytes(weights + cache)} on {device} ({gigabytes(weights)} weights in "
-            f"{str(place.dtype).removeprefix('torch.')}, {gigabytes(cache)} cache), and "
+            f"{place.weights}, {gigabytes(cache)} cache), and "
             f"{gigabytes(free.get(key, 0))} are free",
             hint="use a smaller model or `--draft lookup`, `--dtype bfloat16`, or another device",
         )
@@ -216,33 +273,72 @@ def place_target(target: Skeleton, free: dict[int | str, int], settings: ModelSe
         return place_part(target, free, settings)
     if isinstance(settings.device_map, str) and settings.device_map != "auto":
         device = checked_device(settings.device_map)
-        place = place_whole(target, device, settings)
+        place = place_whole(target, device, settings, settings.quantize)
         take(place, device, free)
         return place
-    accelerators = [accelerator(device) for device in free if isinstance(device, int)]
-    dtype = choose_dtype(settings.dtype, accelerators[0] if accelerators else torch.device("cpu"))
-    weights, cache = target.weight_bytes(dtype), target.cache_bytes(dtype)
+    accelerators = [accelerator(device) for device, size in free.items() if isinstance(device, int) and size]
+    main = accelerators[0] if accelerators else torch.device("cpu")
+    dtype = choose_dtype(settings.dtype, main)
     if isinstance(settings.device_map, dict):
-        place = Placement(target.name, dict(settings.device_map), dtype, weights, cache)
-        take_map(target, place, check_map(target, place.device_map, settings), free)
-        return place
-    # The cache lives where the layers do: leave its share on each accelerator, or all of it on the CPU.
-    share = cache // max(1, len(accelerators))
+        return place_by_map(target, dict(settings.device_map), dtype, free, settings)
+    form = quantized_form(target, settings.quantize, main, dtype, "--quantize")
+    place = placed(target, spread(target, dtype, form, free), dtype, form)
+    spilled = form is not None and part_elsewhere(place.device_map, main) is not None
+    if spilled or ("disk" in place.device_map.values() and not settings.offload_folder):
+        weights, cache = gigabytes(place.weight_bytes), gigabytes(place.cache_bytes)
+        room = ", ".join(f"{gigabytes(size)} on {device}" for device, size in free.items())
+        more = "" if form else ", or keep the rest on disk (slow) with `--offload-folder DIR`"
+        raise OutOfMemoryError(
+            f"`{target.name}` needs {gigabytes(place.weight_bytes + place.cache_bytes)} ({weights} weights in "
+            f"{place.weights}, {cache} cache), and what is left is {room}",
+            hint=f"use a smaller model, `--dtype bfloat16`, `--draft lookup`{more}",
+        )
+    return place
+
+
+def place_by_map(
+    target: Skeleton, device_map: DeviceMap, dtype: torch.dtype, free: dict[int | str, int], settings: ModelSettings
+) -> Placement:
+    """The target where the user's map puts it. Raises `OutOfMemoryError` when it does not fit."""
+    devices = check_map(target, device_map, settings)
+    main = next((device for device in devices.values() if device and device.type != "cpu"), torch.device("cpu"))
+    form = quantized_form(target, settings.quantize, main, dtype, "--quantize")
+    if form and (stray := part_elsewhere(device_map, main)) is not None:
+        raise SettingsError(
+            f"the device map puts a part of `{target.name}` on {stray}, and {form.name} weights work on {main.type}",
+            hint="name devices of one kind, or use `--quantize none`",
+        )
+    place = placed(target, device_map, dtype, form)
+    take_map(target, place, devices, free)
+    return place
+
+
+def spread(target: Skeleton, dtype: torch.dtype, form: Form | None, free: Mapping[int | str, int]) -> DeviceMap:
+    """The target over the free memory, accelerators first, and on the disk what does not fit."""
+    layers = quantized_layers(target.model, form) if form else {}
+    planned = {f"{name}.weight": form.planned_dtype for name in layers} if form else None
+    scales = sum(form.scale_bytes(layer, dtype) for layer in layers.values()) if form else 0
+    # The cache lives where the layers do, and so do scales: leave their share on each accelerator, or all on the CPU.
+    share = (target.cache_bytes(dtype) + scales) // max(1, sum(isinstance(device, int) for device in free))
     limits = {device: max(0, size - share) for device, size in free.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about buffers of offloaded layers: a few bytes
         device_map: DeviceMap = infer_auto_device_map(
-            target.model, max_memory=limits, dtype=dtype, no_split_module_classes=target.model._no_split_modules
+            target.model,
+            max_memory=limits,
+            dtype=dtype,
+            special_dtypes=planned,
+            no_split_module_classes=target.model._no_split_modules,
         )
-    if "disk" in device_map.values() and not settings.offload_folder:
-        room = ", ".join(f"{gigabytes(size)} on {device}" for device, size in free.items())
-        raise OutOfMemoryError(
-            f"`{target.name}` needs {gigabytes(weights + cache)} ({gigabytes(weights)} weights in "
-            f"{str(dtype).removeprefix('torch.')}, {gigabytes(cache)} cache), and what is left is {room}",
-            hint="use a smaller model, `--dtype bfloat16`, `--draft lookup`, or keep the rest on disk (slow) with "
-            "`--offload-folder DIR`",
-        )
-    return Placement(target.name, device_map, dtype, weights, cache)
+    return device_map
+
+
+def part_elsewhere(device_map: Mapping[str, Any], main: torch.device) -> str | None:
+    """A device in a map that is not of the main one's kind: the libraries' weights lie on one kind alone."""
+    for device in map(device_name, device_map.values()):
+        if device.partition(":")[0] != main.type:
+            return device
+    return None
 
 
 def own_share(free: Mapping[int | str, int]) -> dict[int | str, int]:
@@ -261,6 +357,7 @@ def place_part(target: Skeleton, free: dict[int | str, int], settings: ModelSett
     for name, value, default in (
         ("device_map", settings.device_map, "auto"),
         ("offload_folder", settings.offload_folder, None),
+        ("quantize", settings.quantize, NONE),
     ):
         if value != default:
             raise SettingsError(
@@ -349,10 +446,10 @@ def take_map(
 ) -> None:
     """Book what a device map puts on each device. Raises `OutOfMemoryError` when it does not fit."""
     weights: dict[torch.device, int] = {}
-    for name, parameter in target.model.named_parameters():  # tied weights come once
+    for name, size in parameter_bytes(target.model, place.dtype, form_of(place.quantize)).items():
         device = devices[entry_of(name, devices)]
         if device is not None:
-            weights[device] = weights.get(device, 0) + parameter.numel() * place.dtype.itemsize
+            weights[device] = weights.get(device, 0) + size
     holders = [device for device in weights if device.type != "cpu"] or [torch.device("cpu")]  # of the cache
     for device in {**weights, **dict.fromkeys(holders)}:
         cache = place.cache_bytes // len(holders) if device in holders else 0
@@ -371,6 +468,21 @@ def outer_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
         if name in device_map:
             return name
     return None
+
+
+def bytes_by_device(model: Skeleton, place: Placement) -> dict[str, int]:
+    """How many bytes of the model's weights lie on each device, by its name."""
+    if len(place.device_map) == 1:
+        return {device_name(device): place.weight_bytes for device in place.device_map.values()}
+    found: dict[str, int] = {}
+    for name, size in parameter_bytes(model.model, place.dtype, form_of(place.quantize)).items():
+        device = device_name(place.device_map[entry_of(name, place.device_map)])
+        found[device] = found.get(device, 0) + size
+    return found
+
+
+def device_name(device: int | str | torch.device) -> str:
+    return str(accelerator(device) if isinstance(device, int) else device)
 
 
 def choose_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -171,12 +171,14 @@ class Adaptive:
 
     costs: CostTable
     window_size: int | None = None  # W; None: no mismatch is kept
+    translated: bool = False  # the draft model's tokens are not the target's, so neither are their numbers
     by_confidence: list[Share] = field(default_factory=lambda: [Share(prior) for prior in CONFIDENCE_PRIORS])
     by_match: list[Share] = field(default_factory=lambda: [Share(prior) for prior in MATCH_PRIORS])
     behind: Share = field(default_factory=lambda: Share(BEHIND_PRIOR))
     next: Share = field(default_factory=lambda: Share(NEXT_PRIOR))
     open: Share = field(default_factory=lambda: Share(OPEN_PRIOR))
     clean: Share = field(default_factory=lambda: Share(CLEAN_PRIOR))
+    spoken: Takings = field(default_factory=lambda: Takings(PRIOR_WEIGHT, PRIOR_WEIGHT))  # steps in place of seconds
     rounds: Takings = field(default_factory=Takings)
     rest: int = 0  # rounds for which the draft model is left alone
     longer_rest: int = 2
@@ -190,6 +192,11 @@ class Adaptive:
     def rate(self) -> float:
         """What a second is worth in tokens: what this prompt reaches, and at least plain decoding."""
         return max(self.plain_rate, self.rounds.rate)
+
+    @property
+    def token_seconds(self) -> float:
+        """What the draft model takes for a token of the target."""
+        return self.costs.step_seconds() * self.spoken.seconds / self.spoken.tokens
 
     def choose(self, limit: int, match_length: int, num_copied: int, *, with_model: bool = True) -> tuple[Way, int]:
         """The way that gains most, and its length. `match_length` is that of the n-gram before the copied tokens.
@@ -229,19 +236,25 @@ class Adaptive:
         for n in range(1, limit + 1):
             chance *= self.next.value
             tokens += chance
-            best = max(best, tokens - rate * (n * self.costs.step_seconds() + self.costs.verify_seconds(n)))
+            best = max(best, tokens - rate * (n * self.token_seconds + self.costs.verify_seconds(n)))
         return best
 
     def goes_on(self, confidences: Sequence[float], limit: int) -> bool:
-        """Whether one more token is worth drafting, in a draft of at most `limit`, behind tokens of such confidence."""
-        n = len(confidences)
-        if n >= limit:
-            return False
-        chance = self.next.value
+        """Whether more is worth drafting, in a draft of at most `limit`, behind tokens of such confidence.
+
+        More is one token or several: rows come in blocks, and the first of a block may not pay on its own.
+        """
+        n, chance = len(confidences), 1.0
         for j, confidence in enumerate(confidences):
             chance *= self.chance_of(confidence, limit - 1 - j)
-        seconds = self.costs.step_seconds() + self.costs.verify_seconds(n + 1) - self.costs.verify_seconds(n)
-        return chance > self.rate * seconds
+        tokens, before = 0.0, self.costs.verify_seconds(n)
+        for more in range(1, limit - n + 1):
+            chance *= self.next.value
+            tokens += chance
+            seconds = more * self.token_seconds + self.costs.verify_seconds(n + more) - before
+            if tokens > self.rate * seconds:
+                return True
+        return False
 
     def chance_of(self, confidence: float, num_behind: int) -> float:
         """How likely a token of the draft model is kept: as the target's own choice, or deferred if a window fits."""
@@ -267,8 +280,12 @@ class Adaptive:
             self.behind.add(j < right)
 
     def learn_model(self, confidences: Sequence[float], verdict: Verdict, steps: Sequence[int]) -> None:
-        """Take in a round of the draft model; `steps` are the rows of its forwards."""
+        """Take in a round of the draft model, empty or not; `steps` are the rows of its forwards."""
         kept = verdict.num_kept
+        if self.translated:
+            self.spoken.add(len(confidences), len(steps))
+        if not confidences:
+            self.next.add(False)
         for j, confidence in enumerate(confidences[: kept + 1]):
             self._confidence(confidence).add(j < kept and verdict.origins[j] is Origin.EXACT)
             self.next.add(j < kept)
@@ -282,7 +299,7 @@ class Adaptive:
                 self.clean.add(False)
         seconds = self.costs.verify_seconds(len(confidences)) + sum(map(self.costs.step_seconds, steps))
         self.rounds.add(kept + 1, seconds)
-        if self._best_model(len(confidences), self.plain_rate) < 0:  # what plain decoding gains
+        if self._best_model(max(1, len(confidences)), self.plain_rate) < 0:  # what plain decoding gains
             self.rest, self.longer_rest = self.longer_rest, min(2 * self.longer_rest, LONGEST_REST)
         else:
             self.longer_rest = 2

@@ -18,7 +18,8 @@ from .errors import SettingsError
 MODES = ("fly", "exact", "target")
 ENTROPY_KINDS = ("topk", "normalized")
 SCHEDULES = ("adaptive", "constant")
-DRAFT_QUANTIZATIONS = ("auto", "none", "int8")
+QUANTIZATIONS = ("none", "int8", "int4")
+DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
 DEFAULT_TARGET = "qwen-coder-1.5b"
@@ -97,7 +98,8 @@ class ModelSettings:
     dtype: str = "auto"
     device_map: str | dict[str, str | int] = "auto"  # auto, a device, or a map module -> device
     draft_device: str | None = None  # None: planned together with the target
-    draft_quantize: str = "auto"  # weights of the draft model; auto: int8 on a CPU that is good at it
+    quantize: str = "none"  # weights of the target, never in fewer bits unless asked
+    draft_quantize: str = "auto"  # weights of the draft model; auto: the fastest form on a CPU
     max_memory: dict[str, str] | None = None  # device -> size such as "20GB"
     offload_folder: str | None = None
     offline: bool = False
@@ -111,6 +113,7 @@ class ModelSettings:
                 object.__setattr__(self, name, os.fspath(value))
         check_types(self)
         check_choice("dtype", self.dtype, DTYPES)
+        check_choice("quantize", self.quantize, QUANTIZATIONS)
         check_choice("draft_quantize", self.draft_quantize, DRAFT_QUANTIZATIONS)
         check_range("processes", self.processes, 1)
         for name in ("target", "draft"):

@@ -79,7 +79,8 @@ class Codec:
         self.stop_ids: frozenset[int] = self._find_stop_ids(end_ids, added)
         # Special ids include bos and pad: tokenizers list every named special token.
         self.protected_ids: frozenset[int] = frozenset(special | switches | self.stop_ids)
-        self.hidden_ids: frozenset[int] = frozenset() if settings.show_special else frozenset(special | self.stop_ids)
+        self.special_ids: frozenset[int] = frozenset(special | self.stop_ids)  # those that are no text
+        self.hidden_ids: frozenset[int] = frozenset() if settings.show_special else self.special_ids
         self._template, self._template_source = (None, None) if settings.raw else choose_template(tokenizer, settings)
         if settings.system is not None and self._template is None:
             raise SettingsError(
@@ -91,6 +92,11 @@ class Codec:
         self._new_detokenizer = choose_detokenizer(tokenizer, self.vocab_size)
 
     # --- prompts to ids
+
+    @property
+    def chats(self) -> bool:
+        """Whether prompts are sent as chats, by a template."""
+        return self._template is not None
 
     def encode(self, prompt: Prompt) -> Encoded:
         """The ids to send for the prompt. Raises `PromptError` where there is nothing to send, or no way to."""
@@ -112,6 +118,15 @@ class Codec:
                 hint="the tokenizer does not belong to this model",
             )
         return encoded
+
+    def plain_ids(self, text: str) -> tuple[int, ...]:
+        """A plain text that is the whole prompt, template or not, behind the tokenizer's own start token."""
+        return self._encode_plain(Prompt("plain", text=text)).ids
+
+    def piece_ids(self, text: str) -> list[int]:
+        """A piece of plain text: nothing is put in front of it or behind it, and special tokens in it are text."""
+        ids = self.tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return [int(token_id) for token_id in ids]
 
     def _encode_plain(self, prompt: Prompt) -> Encoded:
         """The text as it is, with the start token that the tokenizer itself puts in front."""

@@ -77,4 +77,4 @@ def same_case(one: Tuned, other: Tuned) -> bool:
 
 def how_loaded(values: Mapping[str, Any]) -> dict[str, Any]:
     """Of all settings those that change what forwards cost."""
-    return {name: values[name] for name in ("dtype", "device_map", "draft_device", "draft_quantize")}
+    return {name: values[name] for name in ("dtype", "device_map", "draft_device", "quantize", "draft_quantize")}

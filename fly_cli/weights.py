@@ -46,6 +46,7 @@ class Located:
     path: Path  # a folder with config.json, safetensors and tokenizer files
     source: str  # where it came from: a path, or a hub id and its file
     converted: bool = False  # from a GGUF file
+    weights: bool = True  # they are there too, not only configuration and tokenizer
 
 
 def locate(
@@ -67,14 +68,7 @@ def locate(
     cache = cache_dir or default_cache_dir()
     progress = progress or Silent()
     offline = offline or hub.is_offline()
-    entry = None if looks_like_path(name) else catalog.find(name)
-    if entry is None:
-        if looks_like_path(name) or os.path.exists(name):
-            entry = Entry(alias=name, path=name)
-        elif HUB_ID.fullmatch(name):
-            entry = Entry(alias=name, hub=name)
-        else:
-            raise unknown_name(name, catalog)
+    entry = entry_named(name, catalog)
     try:
         if entry.path is not None:
             return replace(local_model(Path(entry.path), cache, progress), name=name)
@@ -83,6 +77,18 @@ def locate(
         return Located(name, hub_model(entry, offline, refresh, progress), entry.source)
     finally:
         progress.finish()
+
+
+def entry_named(name: str, catalog: Catalog) -> Entry:
+    """Where a model comes from that is named by an alias, a path or a hub id."""
+    entry = None if looks_like_path(name) else catalog.find(name)
+    if entry is not None:
+        return entry
+    if looks_like_path(name) or os.path.exists(name):
+        return Entry(alias=name, path=name)
+    if HUB_ID.fullmatch(name):
+        return Entry(alias=name, hub=name)
+    raise unknown_name(name, catalog)
 
 
 def cached_path(entry: Entry, cache_dir: Path | None = None) -> Path | None:
@@ -123,29 +129,40 @@ def unknown_name(name: str, catalog: Catalog) -> ModelNotFoundError:
 
 def local_model(given: Path, cache: Path, progress: Progress) -> Located:
     """A folder, or the folder that a .gguf file was converted to."""
-    try:
-        path = given.expanduser().resolve()
-    except RuntimeError:  # ~name of nobody
-        path = given
+    path = local_path(given)
     if os.path.isdir(path):  # of any text: pathlib raises for a name too long
         check_folder(path)
         return Located(str(given), path, str(path))
-    if not os.path.exists(path):
-        kind = "file" if path.suffix == ".gguf" else "folder"
-        raise ModelNotFoundError(f"no such {kind}: {path}", hint="check the path; `fly models` lists models to pull")
-    if not path.is_file():
-        raise UnsupportedModelError(
-            f"{path} is neither a folder nor a file", hint="give a model's folder or .gguf file"
-        )
-    facts = path.stat()
-    identity = hashlib.sha256(f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}".encode()).hexdigest()
-    key = f"{path.stem}-{identity[:12]}"
+    key = local_key(path)
     folder = cache / "models" / f"{key}-bf16"
     if not (folder / MARKER).is_file():
         read_header(path)  # refuses what is no GGUF before anything is written
         with exclusive(cache / "locks" / f"{key}.lock", f"`{path.name}`", progress):
             convert_file(path, folder, str(path), file_sha256(path, progress), progress)
     return Located(str(given), folder, str(path), converted=True)
+
+
+def local_path(given: Path) -> Path:
+    """The folder or file that a path names. Raises `ModelNotFoundError` or `UnsupportedModelError` for others."""
+    try:
+        path = given.expanduser().resolve()
+    except RuntimeError:  # ~name of nobody
+        path = given
+    if not os.path.exists(path):
+        kind = "file" if path.suffix == ".gguf" else "folder"
+        raise ModelNotFoundError(f"no such {kind}: {path}", hint="check the path; `fly models` lists models to pull")
+    if not os.path.isdir(path) and not path.is_file():
+        raise UnsupportedModelError(
+            f"{path} is neither a folder nor a file", hint="give a model's folder or .gguf file"
+        )
+    return path
+
+
+def local_key(path: Path) -> str:
+    """A file name for a .gguf file of the user's: its own and what identifies it."""
+    facts = path.stat()
+    identity = hashlib.sha256(f"{path}\0{facts.st_size}\0{facts.st_mtime_ns}".encode()).hexdigest()
+    return f"{path.stem}-{identity[:12]}"
 
 
 def check_folder(folder: Path) -> None:
@@ -200,8 +217,8 @@ def hub_model(entry: Entry, offline: bool, refresh: bool, progress: Progress) ->
     return folder
 
 
-def cached_hub_folder(entry: Entry) -> Path | None:
-    """The folder of a model that is whole in the hub's cache, or None."""
+def cached_hub_folder(entry: Entry, *, weights: bool = True) -> Path | None:
+    """The folder of a model that is whole in the hub's cache, or None; without `weights` those may be missing."""
     config = hub.cached_file(str(entry.hub), "config.json", entry.revision)
     if config is None:
         return None
@@ -210,7 +227,7 @@ def cached_hub_folder(entry: Entry) -> Path | None:
     has_weights = "model.safetensors" in names or (
         "model.safetensors.index.json" in names and not missing_shards(config.parent)
     )
-    return config.parent if has_tokenizer and has_weights else None
+    return config.parent if has_tokenizer and (has_weights or not weights) else None
 
 
 # --- GGUF files of the catalog --------------------------------------------------------------------------------------

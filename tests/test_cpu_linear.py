@@ -6,7 +6,7 @@ from torch import nn
 
 from fly_cli import cpu_linear
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_linear import FEW_ROWS, PackedLinear, WideningLinear, packing_works, speed_up_linears
+from fly_cli.cpu_linear import FEW_ROWS, KERNEL_ROWS, PackedLinear, WideningLinear, packing_works, speed_up_linears
 
 
 @pytest.fixture
@@ -17,11 +17,17 @@ def cpu_without_16_bit_products(monkeypatch):
 @pytest.mark.usefixtures("cpu_without_16_bit_products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 16, 17, 40])
-def test_a_widened_layer_is_as_close_to_the_true_product_as_the_plain_one(dtype, bias, rows, monkeypatch):
-    monkeypatch.setattr(cpu_linear, "PIECE", 64 * 10)  # 10 rows a piece: the last piece of 37 is not full
+@pytest.mark.parametrize("compiler", [True, False])
+@pytest.mark.parametrize("rows", [1, FEW_ROWS, FEW_ROWS + 1, 16, 17, KERNEL_ROWS, 40])
+@pytest.mark.parametrize("height", [36, 37])
+def test_a_widened_layer_is_as_close_to_the_true_product_as_the_plain_one(
+    dtype, bias, rows, height, compiler, monkeypatch
+):
+    if not compiler:
+        monkeypatch.setattr(cpu_linear, "bf16_rows", lambda: None)
+    monkeypatch.setattr(cpu_linear, "PIECE", 64 * 10)  # 10 rows a piece: the last piece is not full
     torch.manual_seed(rows)
-    layer = nn.Linear(64, 37, bias=bias).to(dtype)
+    layer = nn.Linear(64, height, bias=bias).to(dtype)
     layer.requires_grad_(False)
     inputs = torch.randn(1, rows, 64).to(dtype)
     true = nn.functional.linear(inputs.double(), layer.weight.double(), layer.bias.double() if bias else None)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from models_for_tests import byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
+from text_helpers import words
 from transformers import LlamaForCausalLM
 
 from fly_cli import models, placement
@@ -13,7 +14,7 @@ from fly_cli.errors import ModelError, OutOfMemoryError, SettingsError, Unsuppor
 from fly_cli.models import load_pair
 from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
-from fly_cli.vocabulary import vocabulary_difference
+from fly_cli.vocabulary import Match, compare_vocabularies
 
 
 def load(target, draft=LOOKUP, mode="fly", **settings):
@@ -287,10 +288,27 @@ def swap(tokenizer):
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
 
 
-def test_a_draft_with_other_ids_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
+def test_a_draft_with_other_ids_drafts_by_way_of_the_text_and_one_note_says_so(tiny_pair_dirs, folder):
     other_tokenizer(folder, swap)
+    notes = Notes()
+    settings = ModelSettings(target=str(tiny_pair_dirs[0]), draft=str(folder), dtype="float32", device_map="cpu")
+    pair = load_pair(settings, TextSettings(raw=True), progress=notes)
+    (note,) = [text for text in notes.texts if "by way of the text" in text]
+    assert "differ in 2 of 384 shared ids" in note
+    exact = generate(pair, "abc", DecodeSettings(mode="exact", max_new_tokens=20, draft_schedule="constant"))
+    plain = generate(pair, "abc", DecodeSettings(mode="target", max_new_tokens=20))
+    assert exact.summary.num_draft_tokens > 0
+    assert [token.id for token in exact.tokens] == [token.id for token in plain.tokens]
+
+
+def test_a_pair_with_one_tokenizer_is_not_translated(tiny_pair_dirs):
+    assert load(*tiny_pair_dirs).translation is None
+
+
+def test_a_draft_that_cannot_be_translated_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
+    words(None).save_pretrained(folder)
     monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("loaded weights"))
-    with pytest.raises(UnsupportedModelError, match="differ in 2 of 384 shared ids") as caught:
+    with pytest.raises(UnsupportedModelError, match="model` is of a kind that cannot be translated") as caught:
         load(tiny_pair_dirs[0], folder)
     assert "--draft lookup" in caught.value.hint
 
@@ -301,15 +319,15 @@ def test_ids_that_one_side_lacks_and_renamed_special_tokens_do_not_matter(tiny_p
     tokenizer.chat_template = "other"
     tokenizer.pad_token = "<|im_start|>"
     tokenizer.save_pretrained(folder)
-    assert vocabulary_difference(tiny_pair_dirs[0], folder) is None
-    assert vocabulary_difference(folder, tiny_pair_dirs[0]) is None
+    assert compare_vocabularies(tiny_pair_dirs[0], folder, rows=(384, 384)).kind is Match.SAME
+    assert compare_vocabularies(folder, tiny_pair_dirs[0], rows=(385, 384)).kind is Match.PADDED
 
     def rename(table):
         for token in table["added_tokens"]:
             token["content"] = token["content"].replace("im_start", "turn")
 
     other_tokenizer(folder, rename)
-    assert vocabulary_difference(tiny_pair_dirs[0], folder) is None
+    assert compare_vocabularies(tiny_pair_dirs[0], folder, rows=(384, 384)).kind is Match.SAME
 
 
 @pytest.mark.parametrize(("rows", "other"), [(384, 448), (448, 384)])

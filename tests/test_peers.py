@@ -4,6 +4,7 @@ import pytest
 import torch
 from bench_helpers import VOCAB, pair_of, raw_codec
 from models_for_tests import noisy_copy, tiny_llama
+from spelling_helpers import SPELLINGS, translating_pair
 from transformers import GenerationConfig
 
 from fly_cli import peers
@@ -179,3 +180,14 @@ def test_a_draft_with_a_differently_padded_embedding_can_assist():
     pair = pair_of(target, tiny_llama(0, vocab_size=VOCAB + 16))
     ours = answer(pair, asked(), "target", settings())
     assert answer_with("hf-assisted", pair, asked(), settings()).ids == ours.ids
+
+
+@pytest.mark.parametrize("names", [("bytes", "other bytes"), ("other bytes", "llama"), ("llama", "bytes")])
+@pytest.mark.parametrize("text", PROMPTS)
+def test_a_draft_with_another_tokenizer_can_assist(names, text):
+    spellings = [SPELLINGS[name] for name in names]
+    target, draft = (tiny_llama(0, vocab_size=spelling.codec.vocab_rows) for spelling in spellings)
+    pair = translating_pair(target, spellings[0], draft, spellings[1])
+    ours = answer(pair, asked(text), "target", settings())
+    theirs = answer_with("hf-assisted", pair, asked(text), settings())
+    assert (theirs.ids, theirs.text) == (ours.ids, ours.text)

@@ -1,8 +1,10 @@
+from importlib.metadata import PackageNotFoundError
+
 import pytest
 import torch
 from models_for_tests import tiny_config
 
-from fly_cli import placement
+from fly_cli import lowbit, placement
 from fly_cli.errors import OutOfMemoryError, SettingsError, UnsupportedModelError
 from fly_cli.placement import choose_dtype, plan, skeleton
 from fly_cli.settings import ModelSettings
@@ -41,6 +43,10 @@ def both(folder, **settings):
     model = skeleton("big", folder)
     settings = {"dtype": "float32", "draft_quantize": "none"} | settings
     return plan(model, skeleton("small", folder), ModelSettings(**settings))
+
+
+def missing(name):
+    raise PackageNotFoundError(name)
 
 
 def devices(place):
@@ -85,12 +91,14 @@ def test_a_draft_on_the_cpu_has_int8_weights_and_is_booked_so(folder, machine):
     assert draft.describe()["quantize"] == "int8"
 
 
-def test_a_draft_on_an_accelerator_keeps_its_weights_and_int8_is_refused_there(folder, machine):
+def test_a_draft_on_an_accelerator_keeps_its_weights_unless_asked(folder, machine, monkeypatch):
     machine({0: 400 * MB, "cpu": 400 * MB})
     _, draft = both(folder, draft_quantize="auto")
     assert draft.quantize == "none"
-    with pytest.raises(SettingsError, match="for the CPU"):
+    monkeypatch.setattr(lowbit, "version", missing)
+    with pytest.raises(SettingsError, match="`--draft-quantize int8` on cuda needs bitsandbytes") as caught:
         both(folder, draft_quantize="int8")
+    assert caught.value.hint == "pip install 'fly-decode[bitsandbytes]'"
 
 
 def test_wrong_int8_kernels_are_not_used(folder, machine, monkeypatch):

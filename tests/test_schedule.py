@@ -101,6 +101,15 @@ def test_a_draft_stops_sooner_after_doubt_and_where_steps_are_dear():
     assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure, 15)
 
 
+def test_a_row_that_begins_a_block_pays_if_the_block_does():
+    blocks = CostTable({1: 1.0, 6: 1.0, 7: 1.6, 12: 1.6, 13: 2.2, 18: 2.2}, {1: 0.02})
+    policy = Adaptive(blocks)
+    policy.rounds.add(tokens=30, seconds=10)
+    assert policy.goes_on([0.998] * 5, 15)
+    assert not policy.goes_on([0.998] * 5, 6)  # a single row of the block does not
+    assert not policy.goes_on([0.998] * 4 + [0.1], 15)
+
+
 def test_a_doubt_counts_less_where_a_window_fits_behind_it_and_mismatches_are_forgiven():
     strict, relaxed = Adaptive(CHEAP_ROWS), Adaptive(CHEAP_ROWS, window_size=6)
     assert relaxed.chance_of(0.4, 6) > relaxed.chance_of(0.4, 5) == strict.chance_of(0.4, 6)
@@ -157,6 +166,31 @@ def test_a_model_that_does_not_pay_is_tried_ever_more_rarely_and_taken_up_again_
         else:
             policy.learn_none()
     assert policy.choose(15, 0, 0)[0] is Way.MODEL
+
+
+def test_a_model_with_other_tokens_pays_less_where_it_takes_more_steps_for_one_of_the_targets():
+    same, few, many = Adaptive(CHEAP_ROWS), *(Adaptive(CHEAP_ROWS, translated=True) for _ in range(2))
+    assert same.token_seconds == few.token_seconds == CHEAP_ROWS.step_seconds()
+    for _ in range(20):
+        for policy, num_steps in ((same, 12), (few, 5), (many, 12)):
+            policy.learn_model([0.9] * 4, verdict(4, 4), [1] * num_steps)
+    assert same.token_seconds == CHEAP_ROWS.step_seconds()
+    assert many.token_seconds == pytest.approx(3 * CHEAP_ROWS.step_seconds(), rel=0.02)
+    assert few.goes_on([0.75], 15)
+    assert not many.goes_on([0.75], 15)
+
+
+def test_steps_of_a_model_that_come_to_nothing_are_counted_and_soon_saved():
+    policy, ways = Adaptive(CHEAP_ROWS, translated=True), []
+    for _ in range(200):
+        way, _ = policy.choose(15, 0, 0)
+        ways.append(way)
+        if way is Way.MODEL:
+            policy.learn_model([], verdict(0, 0), [1, 1])
+        else:
+            policy.learn_none()
+    assert 0 < ways.count(Way.MODEL) < 30
+    assert policy.rounds.rate < 1
 
 
 def test_choices_are_a_function_of_what_was_seen():

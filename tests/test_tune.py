@@ -25,7 +25,7 @@ from fly_cli.settings import DecodeSettings
 from fly_cli.tune import BASE, changes_of, recommend, trial_arms
 from fly_cli.tuned import TUNABLE, Tuned, keep_tuned, read_tuned
 
-LOADED = {"dtype": "auto", "device_map": "auto", "draft_device": None, "draft_quantize": "auto"}
+LOADED = {"dtype": "auto", "device_map": "auto", "draft_device": None, "quantize": "none", "draft_quantize": "auto"}
 FOUND = Tuned("qwen-coder-1.5b", "qwen-coder-0.5b", "here", LOADED, "2026-11-30", {"draft_tokens": 24}, 3.0, 7)
 build = partial(DecodeSettings)
 
@@ -191,7 +191,13 @@ def test_what_was_tuned_stands_in_for_defaults_and_for_nothing_else(tmp_path):
     assert result.values["draft_tokens"].origin == "fly tune, 2026-11-30"
     assert result.values["draft_tokens"].layer is Layer.TUNED
     assert result.values["entropy_threshold"].value == 0.6
-    for other in ({"target": "llama-70b"}, {"draft_quantize": "none"}, {"dtype": "float32"}, {"window_size": 30}):
+    for other in (
+        {"target": "llama-70b"},
+        {"draft_quantize": "none"},
+        {"quantize": "int4"},
+        {"dtype": "float32"},
+        {"window_size": 30},
+    ):
         assert resolve(configure(tmp_path, "", **other), Book(), found).decode.draft_tokens == 15
     fitting = resolve(configure(tmp_path, "", draft_tokens=4), Book(), found)
     assert fitting.values["window_size"].layer is Layer.DEFAULT  # 4 of 4 would leave nothing to forgive

@@ -24,10 +24,21 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|box start|>")
 ORDINARY = ("<think>", "</think>", "<tool_call>", "\u2581odd\u00e9")
 
 
-def byte_level(*, template: str | dict[str, str] | None = CHAT_TEMPLATE, **options) -> PreTrainedTokenizerFast:
-    """About 384 entries: 256 bytes, merges, four special and four ordinary added tokens."""
+def byte_level(
+    *,
+    template: str | dict[str, str] | None = CHAT_TEMPLATE,
+    corpus: tuple[str, ...] = tuple(CORPUS),
+    add_prefix_space: bool = False,
+    normalizer: normalizers.Normalizer | None = None,
+    **options,
+) -> PreTrainedTokenizerFast:
+    """About 384 entries: 256 bytes, merges of the corpus, four special and four ordinary added tokens."""
+    tokenizer = Tokenizer.from_str(_byte_level_json(corpus))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
     return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(_byte_level_json()),
+        tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         chat_template=template,
@@ -85,13 +96,13 @@ def full_decode(tokenizer: PreTrainedTokenizerFast, ids: list[int], *, show_spec
 
 
 @cache
-def _byte_level_json() -> str:
+def _byte_level_json(corpus: tuple[str, ...]) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        CORPUS * 3, trainers.BpeTrainer(vocab_size=376, initial_alphabet=sorted(alphabet), show_progress=False)
+        corpus * 3, trainers.BpeTrainer(vocab_size=376, initial_alphabet=sorted(alphabet), show_progress=False)
     )
     tokenizer.add_special_tokens(list(SPECIAL))
     tokenizer.add_tokens([AddedToken(text, normalized=False) for text in ORDINARY])

@@ -24,6 +24,7 @@ COMMANDS = {  # name -> one line of help; the function or Typer app of that name
     "generate": "Answer a prompt, and show how each token got there.",
     "bench": "Measure how much faster a pair is than other ways to decode.",
     "tune": "Find the settings that suit a pair on this machine, and keep them.",
+    "check": "Tell whether two models can decode together here.",
     "pull": "Fetch models before they are needed.",
     "models": "List the models that have a name.",
     "replay": "Show a recorded run again.",

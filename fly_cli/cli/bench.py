@@ -117,6 +117,7 @@ def bench(
     dtype: common.Dtype = None,
     device_map: common.DeviceMap = None,
     draft_device: common.DraftDevice = None,
+    quantize: common.Quantize = None,
     draft_quantize: common.DraftQuantize = None,
     max_memory: common.MaxMemory = None,
     offload_folder: common.OffloadFolder = None,

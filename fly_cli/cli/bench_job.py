@@ -140,9 +140,8 @@ class Job:
             return known
         from ..machine import describe_machine, identify_model
 
-        models = [model for model in (pair.target, pair.draft) if model is not None]
         with self.talk.status("identifying the models"):
-            weights = [identify_model(Path(model.model.name_or_path)) for model in models]
+            weights = [identify_model(model.path) for model in pair.models]
         session = {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "processes": self.processes.world,

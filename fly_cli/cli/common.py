@@ -18,7 +18,7 @@ from ..config import COLORS, DEFAULTS, TYPES, Config, Effective, Value, load_con
 from ..errors import UsageError, out_of_memory
 from ..graphemes import visible_line
 from ..machine import processor_name
-from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, SCHEDULES
+from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, QUANTIZATIONS, SCHEDULES
 from ..tuned import read_tuned
 from .process import is_same_file
 
@@ -108,6 +108,17 @@ DraftDevice = Annotated[
     str | None,
     option("--draft-device", panel=MODELS, default="planned with the target", help="Device of the draft model."),
 ]
+Quantize = Annotated[
+    str | None,
+    option(
+        "--quantize",
+        panel=MODELS,
+        completions=lambda: QUANTIZATIONS,
+        default=shown("quantize"),
+        help=f"Weights of the target in fewer bits: {', '.join(QUANTIZATIONS)}. Changes its text. "
+        "Needs bitsandbytes on CUDA, torchao elsewhere.",
+    ),
+]
 DraftQuantize = Annotated[
     str | None,
     option(
@@ -115,7 +126,7 @@ DraftQuantize = Annotated[
         panel=MODELS,
         completions=lambda: DRAFT_QUANTIZATIONS,
         default=shown("draft_quantize"),
-        help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: int8 on a CPU.",
+        help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: on a CPU int4, or int8; else none.",
     ),
 ]
 MaxMemory = Annotated[

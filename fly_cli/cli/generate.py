@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import warnings
@@ -80,6 +81,7 @@ def generate(
     dtype: common.Dtype = None,
     device_map: common.DeviceMap = None,
     draft_device: common.DraftDevice = None,
+    quantize: common.Quantize = None,
     draft_quantize: common.DraftQuantize = None,
     max_memory: common.MaxMemory = None,
     offload_folder: common.OffloadFolder = None,
@@ -192,10 +194,9 @@ def choose_shape(prompts: Sequence[Prompt], files: Sequence[Path], *, as_json: b
 
 def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
     """The loaded pair. What takes seconds is imported here, after all checks that need no model."""
-    if not sys.warnoptions:  # libraries warn about what is checked here, or does not matter
-        warnings.simplefilter("ignore")
     with without_garbage_collection():
         with talk.status("starting"):
+            quiet_imports()
             from ..models import load_pair
         interruption.check()
         with common.memory_errors("loading the models"), closing_progress(talk.progress()) as progress:
@@ -204,6 +205,14 @@ def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
             )
     interruption.check()
     return pair
+
+
+def quiet_imports() -> None:
+    """Let libraries not warn about what is checked here, or does not matter: now, since some do when imported."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
@@ -340,4 +349,6 @@ class Job:
 def format_place(role: str, row: Mapping[str, Any]) -> str:
     """One line: which model, in which dtype, how big, on which devices."""
     size = size_text(row["weight_bytes"])
-    return f"placement: {role} {row['model']}, {row['dtype']}, {size} on {', '.join(row['devices'])}"
+    form = row.get("quantize", "none")
+    weights = row["dtype"] if form == "none" else f"{form} and {row['dtype']}"
+    return f"placement: {role} {row['model']}, {weights}, {size} on {', '.join(row['devices'])}"
