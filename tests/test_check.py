@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import BertConfig, MambaConfig, PreTrainedTokenizerFast
 from weights_helpers import stub_hub, write_gguf
 
-from fly_cli import hub, models, placement
+from fly_cli import hub, loading, placement
 from fly_cli.catalog import load_catalog
 from fly_cli.check import check_pair
 from fly_cli.costs import costs_file
@@ -182,7 +182,7 @@ def refusals(tiny_pair_dirs, folder, tmp_path):
 
 @pytest.mark.parametrize("case", ["other words", "both ways", "draft", "target", "lookup", "memory"])
 def test_check_and_loading_refuse_the_same_for_the_same_reason(tiny_pair_dirs, folder, tmp_path, monkeypatch, case):
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("read weights"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("read weights"))
     pair, changed, error, reason = refusals(tiny_pair_dirs, folder, tmp_path)[case]
     with pytest.raises(error, match=reason) as caught:
         load(*pair, **changed)
