@@ -18,6 +18,7 @@ from typing import Any
 
 from .errors import FlyError, UsageError
 from .files import written_whole
+from .json_text import json_text
 from .stats import Summary
 
 FORMAT = 2
@@ -259,12 +260,11 @@ def cut_half_line(path: Path) -> None:
 
 
 def to_line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=False, allow_nan=False).encode("utf-8", "backslashreplace") + b"\n"
+    return json_text(row).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def to_json(value: Any) -> bytes:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)
-    return text.encode("utf-8", "backslashreplace") + b"\n"
+    return json_text(value, indent=2).encode("utf-8", "backslashreplace") + b"\n"
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -55,7 +55,12 @@ def read_header(path: Path) -> GgufHeader:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = parse(Reader(data))
-            except (struct.error, IndexError, UnicodeDecodeError, KeyError) as error:
+            except Unknown as error:
+                raise UnsupportedModelError(
+                    f"`{path.name}` {error}",
+                    hint="use a newer release of fly, another file, or download it again",
+                ) from error
+            except (struct.error, IndexError, UnicodeDecodeError) as error:
                 raise truncated(path) from error
     if header.split_count > 1:
         raise UnsupportedModelError(
@@ -98,6 +103,8 @@ class Reader:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
+            if kind not in NUMBERS:
+                raise Unknown(f"has a field of type {kind}, which is not known here")
             return self.number(NUMBERS[kind])
         item, count = self.number("I"), self.number("Q")
         if item in NUMBERS:
@@ -112,9 +119,20 @@ class Reader:
         self.position += 8 + length
 
 
-def parse(reader: Reader) -> GgufHeader:
+class Unknown(Exception):
+    """Something that this program does not know in a header that is whole."""
+
+
+def block_of(kind: int) -> tuple[int, int]:
+    """Elements of a block of a tensor of this type, and its bytes. Raises `Unknown`."""
     from gguf.constants import GGML_QUANT_SIZES
 
+    if kind not in GGML_QUANT_SIZES:
+        raise Unknown(f"has a tensor of type {kind}, which is not known here")
+    return GGML_QUANT_SIZES[kind]  # type: ignore[index]
+
+
+def parse(reader: Reader) -> GgufHeader:
     reader.number("I")  # version
     tensors, count = reader.number("Q"), reader.number("Q")
     fields = {}
@@ -125,9 +143,11 @@ def parse(reader: Reader) -> GgufHeader:
     for _ in range(tensors):
         reader.string()
         elements = prod(reader.number("Q") for _ in range(reader.number("I")))
-        block, block_bytes = GGML_QUANT_SIZES[reader.number("I")]
+        block, block_bytes = block_of(reader.number("I"))
         sizes.append(elements)
         ends.append(reader.number("Q") + elements // block * block_bytes)
+    if not isinstance(fields.get("general.architecture"), str):
+        raise Unknown("does not name its architecture")
     alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)
     data_start = -(-reader.position // alignment) * alignment
     return GgufHeader(

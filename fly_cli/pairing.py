@@ -124,7 +124,9 @@ def end_ids(name: str, folder: Path, config: Any) -> frozenset[int]:
     Raises `UnsupportedModelError` for a file that cannot be read or names something other than ids.
     """
     file = folder / GENERATION_CONFIG_NAME
-    listed = [(folder / CONFIG_NAME, getattr(config.get_text_config(decoder=True), "eos_token_id", None))]
+    # Models that take more than text have a config for it within their own: either may name the ids.
+    configs = (config, config.get_text_config(decoder=True))
+    listed = [(folder / CONFIG_NAME, getattr(one, "eos_token_id", None)) for one in configs]
     if file.is_file():
         try:
             generation = GenerationConfig.from_pretrained(folder, local_files_only=True)

@@ -74,7 +74,7 @@ def test_the_lookup_arm_asks_no_draft_model():
 def test_every_turn_starts_with_empty_caches(pair, monkeypatch):
     fed = []
     real = pair.target._forward
-    monkeypatch.setattr(pair.target, "_forward", lambda ids, last: fed.append(len(ids)) or real(ids, last))
+    monkeypatch.setattr(pair.target, "_forward", lambda *given: fed.append(given[2] - given[1]) or real(*given))
     same = [Prompt(name, text="the very same text") for name in "ab"]
     list(run(Plan(same, arms("target", "exact"), repeat=2), pair))
     whole = len(pair.codec.encode(same[0]).ids)
@@ -85,9 +85,9 @@ def test_times_come_from_the_decoders_clock(pair, monkeypatch):
     now = [0.0]
     real = pair.target._forward
 
-    def forward(ids, last):
-        now[0] += 2.0 if len(ids) > 5 else 0.5
-        return real(ids, last)
+    def forward(ids, start, end, last):
+        now[0] += 2.0 if end - start > 5 else 0.5
+        return real(ids, start, end, last)
 
     monkeypatch.setattr(pair.target, "_forward", forward)
     for module in (sys.modules["fly_cli.decode"], bench):
@@ -184,11 +184,11 @@ def test_a_prompt_that_is_empty_or_too_long_fails_alone():
 def test_memory_that_runs_out_is_told_with_what_to_do_and_the_run_goes_on(pair, monkeypatch, error):
     real, calls = pair.target._forward, Counter()
 
-    def forward(ids, last):
+    def forward(*given):
         calls["forward"] += 1
         if calls["forward"] == 20:
             raise error
-        return real(ids, last)
+        return real(*given)
 
     monkeypatch.setattr(pair.target, "_forward", forward)
     rows = list(run(Plan(prompts(3), arms("target")), pair))
@@ -203,7 +203,7 @@ def test_other_errors_are_named_with_their_type(pair):
 
 
 def test_an_interrupt_is_no_failed_row(pair, monkeypatch):
-    def interrupted(ids, last):
+    def interrupted(*given):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(pair.target, "_forward", interrupted)

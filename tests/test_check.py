@@ -280,6 +280,16 @@ def test_the_command_tells_a_pair_that_can_run_and_returns_0(fly, tiny_pair_dirs
     assert "\x1b" not in outcome.out
 
 
+def test_colours_in_a_pipe_leave_every_row_on_its_line(fly, tiny_pair_dirs):
+    plain, coloured = (
+        fly("check", *map(str, tiny_pair_dirs), "--device-map", "cpu", "--max-memory", "cpu=1KB", "--color", color)
+        for color in ("never", "always")
+    )
+    assert max(map(len, plain.out.splitlines())) > 80
+    assert "\x1b" in coloured.out
+    assert len(coloured.out.splitlines()) == len(plain.out.splitlines())
+
+
 def test_a_pair_that_cannot_run_returns_1_with_a_hint_on_stdout(fly, tiny_pair_dirs, folder):
     outcome = fly("check", str(tiny_pair_dirs[0]), str(other_words(folder)), "--device-map", "cpu")
     assert (outcome.code, outcome.err) == (1, "")

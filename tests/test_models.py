@@ -6,12 +6,13 @@ import torch
 from models_for_tests import byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
 from text_helpers import words
-from transformers import LlamaForCausalLM
+from transformers import Gemma3Config, LlamaForCausalLM
 
 from fly_cli import loading, placement
 from fly_cli.api import generate
 from fly_cli.errors import ModelError, OutOfMemoryError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
+from fly_cli.pairing import end_ids
 from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
 from fly_cli.vocabulary import Match, compare_vocabularies
@@ -215,6 +216,11 @@ def test_a_generation_config_that_says_nothing_is_an_error_in_one_line_that_name
     with pytest.raises(UnsupportedModelError, match=r"generation_config\.json of .*model") as caught:
         load(*pair)
     assert "\n" not in caught.value.message
+
+
+def test_end_ids_that_only_the_outer_config_of_a_model_names_count(tmp_path):
+    assert end_ids("m", tmp_path, Gemma3Config(eos_token_id=[5, 9])) >= {5, 9}
+    assert end_ids("m", tmp_path, Gemma3Config(text_config={"eos_token_id": 7}, eos_token_id=None)) == {7}
 
 
 def test_nulls_among_the_end_ids_of_a_generation_config_are_skipped(folder):

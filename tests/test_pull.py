@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.cells import cell_len
 from typer.testing import CliRunner
 from weights_helpers import Recorder
 
 from fly_cli import hub
 from fly_cli.catalog import load_catalog
-from fly_cli.cli.models import models
+from fly_cli.cli.models import format_table, models
 from fly_cli.cli.progress import LineProgress, make_progress
 from fly_cli.cli.pull import pull
 from fly_cli.errors import ModelNotFoundError
@@ -156,3 +157,8 @@ def test_on_a_terminal_the_bar_goes_away_and_the_cursor_comes_back():
     pyte.Stream(screen).feed(text)
     assert screen.display[0].strip() == "note: see [red]this[/red]"
     assert not any("fetching" in line or "converting" in line for line in screen.display)
+
+
+def test_columns_line_up_where_names_are_wide():
+    lines = format_table([("alias", "size"), ("한글", "1 GB"), ("❤️", "2 GB"), ("plain", "3 GB")]).splitlines()
+    assert {cell_len(line[: line.index(size)]) for line, size in zip(lines, ("size", "1", "2", "3"), strict=True)} == {7}

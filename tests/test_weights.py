@@ -167,6 +167,20 @@ def cut(path: Path, size: int) -> Path:
     return path
 
 
+def another(path: Path, name: bytes, skip: int) -> Path:
+    """Type 99, `skip` bytes behind a name."""
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + skip
+    data[at : at + 4] = (99).to_bytes(4, "little")
+    path.write_bytes(data)
+    return path
+
+
+def renamed(path: Path) -> Path:
+    path.write_bytes(path.read_bytes().replace(b"general.architecture", b"general.somethingels"))
+    return path
+
+
 def empty(path: Path) -> Path:
     path.touch()
     return path
@@ -185,8 +199,11 @@ def html(path: Path) -> Path:
         (lambda path: cut(write_gguf(path), 40), "cut short"),
         (lambda path: cut(write_gguf(path), -1), "cut short"),
         (lambda path: write_gguf(path, fields={"split.no": 1, "split.count": 3}), "one of 3 parts"),
+        (lambda path: another(write_gguf(path), b"output_norm.weight", 12), "a tensor of type 99"),
+        (lambda path: another(write_gguf(path), b"general.architecture", 0), "a field of type 99"),
+        (lambda path: renamed(write_gguf(path)), "does not name its architecture"),
     ],
-    ids=["web page", "empty", "cut in the header", "cut in the data", "split"],
+    ids=["web page", "empty", "cut in the header", "cut in the data", "split", "tensor", "field", "nameless"],
 )
 def test_a_bad_gguf_file_is_refused_from_its_header(make, words, cache, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "run_conversion", lambda *_: pytest.fail("conversion was started"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -29,6 +28,7 @@ from ..bench_rows import (
 from ..catalog import Catalog
 from ..config import Effective
 from ..errors import FlyError, UsageError
+from ..json_text import json_text
 from ..processes import ENDED_EARLY, Processes
 from ..prompts import Prompt
 from ..render import write
@@ -249,4 +249,4 @@ def show_comparison(a: Path, b: Path, *, as_json: bool) -> None:
 
 
 def to_text(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    return json_text(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from ..catalog import load_catalog
 from ..config import OutputSettings
 from ..errors import ExitCode
 from ..graphemes import visible_line
+from ..json_text import json_text
 from ..render import write
 from ..storage import size_text
 from ..theme import ColorPolicy, decide_color
@@ -74,7 +74,7 @@ def check(
             progress.start("reading configurations and tokenizers", None)
         found = check_pair(settings.models, catalog, progress)
     if as_json:
-        write(sys.stdout, json.dumps(found.as_json(), ensure_ascii=False, allow_nan=False) + "\n")
+        write(sys.stdout, json_text(found.as_json()) + "\n")
     else:
         show(list(rows_of(found)), settings.output)
     if not found.runs:
@@ -146,12 +146,15 @@ def show(rows: Iterable[Row], output: OutputSettings) -> None:
 
 
 def show_styled(rows: Iterable[Row], policy: ColorPolicy) -> None:
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    # Colours in a pipe are for a pager or a file, which has no width to wrap to.
+    width = None if sys.stdout.isatty() else 16 + max(cell_len(text) for _, text in rows)
     table = Table.grid(padding=(0, 2))
     for label, text in rows:
         style = STYLES.get(text.partition(":")[0], "") if label == "verdict" else ""
         table.add_row(Text(label, style="bold"), Text(text, style=style))
-    Console(no_color=not policy.color, force_terminal=True, highlight=False).print(table)
+    Console(no_color=not policy.color, force_terminal=True, highlight=False, width=width).print(table)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -21,6 +20,7 @@ from ..catalog import Catalog, load_catalog
 from ..config import Config, Effective
 from ..errors import FlyError, LostProcessError, OutOfMemoryError, PromptError, UsageError
 from ..events import Started
+from ..json_text import json_text
 from ..processes import join
 from ..progress import Progress
 from ..prompts import JSONL_SUFFIXES, Gathered, Prompt, gather, read_stdin
@@ -295,7 +295,7 @@ class Job:
                     value = self.describe_run(prompt, result, failure) | (
                         self.describe_all(prompt, result) if whole else {}
                     )
-                    write(sys.stdout, json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n")
+                    write(sys.stdout, json_text(value) + "\n")
         for sink in commentary:
             sink.close()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 
 from ..catalog import Catalog, Entry, load_catalog
 from ..graphemes import visible_line
+from ..json_text import json_text
 from ..render import write
 from ..storage import size_text
 from . import common
@@ -33,7 +33,7 @@ def models(
     catalog = load_catalog(layers.aliases, layers.pairs)
     found = {entry.alias: find_cached(entry) for entry in catalog}
     if as_json:
-        text = json.dumps([as_record(entry, found[entry.alias], catalog) for entry in catalog], ensure_ascii=False)
+        text = json_text([as_record(entry, found[entry.alias], catalog) for entry in catalog])
     else:
         rows = [as_row(entry, found[entry.alias], catalog) for entry in catalog]
         text = format_table([HEADINGS, *rows])
@@ -76,6 +76,10 @@ def as_row(entry: Entry, folder: Path | None, catalog: Catalog) -> tuple[str, ..
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
     """Aligned columns, never cut or wrapped: one model a line, for eyes and for `grep` alike."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
+    from rich.cells import cell_len
+
+    widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in rows
+    )
     return "\n".join(line.rstrip() for line in lines)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -15,6 +14,7 @@ import typer
 from ..config import OutputSettings
 from ..errors import UsageError
 from ..events import Drafted, Event, Finished, Round, Started
+from ..json_text import json_text
 from ..render import make_renderer, write
 from ..settings import check_range
 from ..theme import decide_color
@@ -97,7 +97,7 @@ def replay(
 
         export_svg(runs[0], svg, title=f"fly replay {trace.name}", show_rejected=output.show_rejected)
     if as_json:
-        write(sys.stdout, json.dumps(as_object(runs[0], recorded, others), ensure_ascii=False, allow_nan=False) + "\n")
+        write(sys.stdout, json_text(as_object(runs[0], recorded, others)) + "\n")
         return
     talk = Talk(output)
     for run in runs:
