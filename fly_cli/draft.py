@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from torch import Tensor
+
 from .cached_model import DraftModel
 from .events import Source
 from .evidence import to_host
@@ -48,6 +50,12 @@ class Drafter(Protocol):
 
     def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Hear what became of the last draft."""
+
+
+def probability_of(chosen: Tensor, log_weights: Tensor) -> Tensor:
+    """The probability of each row's chosen id. [rows], [rows, V] any dtype -> [rows] fp32."""
+    log_weights = log_weights.float()
+    return (log_weights.gather(-1, chosen[:, None])[:, 0] - log_weights.logsumexp(dim=-1)).exp()
 
 
 class LookupDrafter:
@@ -122,9 +130,7 @@ class ModelDrafter:
             if goes_on is None:
                 ended = self._extend(draft, copied, chosen.tolist())
             else:
-                log_weights = warped.float()
-                certain = log_weights.gather(-1, chosen[:, None])[:, 0] - log_weights.logsumexp(dim=-1)
-                tokens, confidences = to_host([chosen, certain.exp()])
+                tokens, confidences = to_host([chosen, probability_of(chosen, warped)])
                 ended = self._extend(draft, copied, list(map(int, tokens)))
                 draft.confidences += confidences[: len(draft.ids) - len(draft.confidences)]
                 ended = ended or not goes_on(draft.confidences, limit)

@@ -141,6 +141,8 @@ class Retelling:
 
     def add(self, text: str) -> None:
         """Take in what comes next. The cost does not depend on what was there."""
+        if not text:
+            return
         self.tail += text
         self._tail_ids = self.spelling.ids_of(self.tail)
         data = self.tail.encode()

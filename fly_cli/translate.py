@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from .cached_model import DraftModel
-from .draft import Draft, GoesOn, ModelDrafter
+from .draft import Draft, GoesOn, ModelDrafter, probability_of
 from .errors import PromptError
 from .events import Source
 from .evidence import to_host
@@ -39,10 +38,10 @@ class TranslatingDrafter(ModelDrafter):
         *,
         fallback: bool = True,
     ):
-        self.target, self.draft = translation.target, translation.draft
-        greedy = Chooser(DecodeSettings(), self.draft.codec.vocab_size)
+        self.target, self.own = translation.target, translation.draft
+        greedy = Chooser(DecodeSettings(), self.own.codec.vocab_size)
         super().__init__(model, greedy, self.target.codec.stop_ids, lookup=False, fallback=fallback)
-        self._text = Retelling(self.draft, draft_prompt_ids(self.target.codec, self.draft.codec, prompt))
+        self._text = Retelling(self.own, draft_prompt_ids(self.target.codec, self.own.codec, prompt))
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_read = num_prompt_tokens  # of the target's ids
 
@@ -58,20 +57,23 @@ class TranslatingDrafter(ModelDrafter):
         self._text.add(self._decoder.decode(new))
 
     def _draft(self, ids: list[int], limit: int, goes_on: GoesOn | None) -> Draft:
-        """Up to `limit` of the target's ids: the model's continuation as far as it spells them to the end."""
-        draft, known = Draft(), self._text.ids
-        speech = Speech(self._decoder.getstate()[0])
-        steps = MOST_STEPS * limit if self.model.max_length is None else self.model.max_length - len(known)
+        """Up to `limit` of the target's ids: the model's continuation, as far as they spell it.
+
+        The last one may be a part of what the target would make one token of. It is drafted all the same: by then it
+        costs a row of the target's forward, and another step of the model only to make sure costs more (measured).
+        """
+        draft, known, speech = Draft(), self._text.ids, Speech(self._decoder.getstate()[0])
         spelled = Spelled([], [])
-        # No `settle`: the last ids of the text may still become others when it goes on.
-        for _ in range(min(steps, MOST_STEPS * limit) if known else 0):
-            token, probability = self._say(known)
-            draft.steps.append(1)
-            known.append(token)
-            if not speech.add(self.draft.bytes_of(token), probability):
+        room = (self.model.max_length or sys.maxsize) - len(known)
+        # No `settle` here: the last ids of the text may become others when it goes on.
+        while known and len(draft.steps) < min(room, MOST_STEPS * limit):
+            rows = min(len(known), 1 if draft.steps else 2)
+            draft.steps.append(rows)
+            if not speech.add(*self._say(known, rows, speech.held)):
                 break
             spelled = self.target.behind(self._text.tail, speech.text, len(speech.held))
-            if len(spelled.ids) >= limit or (speech.text and not spelled.ids):
+            whole = spelled.ends[-1:] == [len(speech.text.encode())]
+            if len(spelled.ids) >= limit or (speech.text and not whole):
                 break
             if goes_on is not None and not goes_on(speech.confidences(spelled.ends), limit):
                 break
@@ -80,11 +82,21 @@ class TranslatingDrafter(ModelDrafter):
             draft.add(token, Source.MODEL)
         return draft
 
-    def _say(self, known: list[int]) -> tuple[int, float]:
-        rows: Tensor = self.model.read(known).float()
-        best = rows.max(dim=-1)
-        (token,), (probability,) = to_host([best.indices, (best.values - rows.logsumexp(dim=-1)).exp()])
-        return int(token), probability
+    def _say(self, known: list[int], rows: int, held: bytes) -> tuple[bytes, float]:
+        """Let the model say a token behind `known`, and append it: the bytes that it adds, and its probability.
+
+        With two rows the token before is asked for as well. The text may end in the middle of what the model would
+        say in one token: then that one takes the place of its last (token healing).
+        """
+        logits = self.model.read(known, last=rows)
+        chosen = self.chooser.choose(logits, len(known))
+        tokens, probabilities = to_host([chosen, probability_of(chosen, logits)])
+        last, longer = self.own.bytes_of(known[-1]), self.own.bytes_of(int(tokens[0]))
+        if rows == 2 and last and longer.startswith(last) and longer != last and agree(longer[len(last) :], held):
+            known[-1] = int(tokens[0])
+            return longer[len(last) :], probabilities[0]
+        known.append(int(tokens[-1]))
+        return self.own.bytes_of(known[-1]), probabilities[-1]
 
 
 class Speech:
@@ -103,8 +115,7 @@ class Speech:
     def add(self, said: bytes, probability: float) -> bool:
         """Take in a token. False where it is no text, or no text that can follow."""
         data = self._said + said
-        shared = min(len(data), len(self.held))
-        if not said or data[:shared] != self.held[:shared]:
+        if not said or not agree(data, self.held):
             return False
         try:
             self.text = codecs.utf_8_decode(data, "strict", False)[0]
@@ -125,6 +136,11 @@ class Speech:
             if at < len(found):
                 found[at] *= probability
         return found
+
+
+def agree(one: bytes, other: bytes) -> bool:
+    """Whether one of the two begins with the other."""
+    return one.startswith(other) or other.startswith(one)
 
 
 def draft_prompt_ids(target: Codec, draft: Codec, prompt: Prompt) -> tuple[int, ...]:

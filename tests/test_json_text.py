@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from fly_cli.json_text import json_text
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text() | st.text("\x07\x1b\x7f\x9b\x9c\n\\\"u"),
+    st.none() | st.booleans() | st.integers() | st.text() | st.text('\x07\x1b\x7f\x9b\x9c\n\\"u'),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("a\x9b\x1b"), inner, max_size=4),
     max_leaves=12,
 )

@@ -161,4 +161,6 @@ def test_on_a_terminal_the_bar_goes_away_and_the_cursor_comes_back():
 
 def test_columns_line_up_where_names_are_wide():
     lines = format_table([("alias", "size"), ("한글", "1 GB"), ("❤️", "2 GB"), ("plain", "3 GB")]).splitlines()
-    assert {cell_len(line[: line.index(size)]) for line, size in zip(lines, ("size", "1", "2", "3"), strict=True)} == {7}
+    assert {cell_len(line[: line.index(size)]) for line, size in zip(lines, ("size", "1", "2", "3"), strict=True)} == {
+        7
+    }

@@ -145,15 +145,12 @@ def test_a_text_that_comes_letter_by_letter_is_told_as_if_it_had_come_at_once(na
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("text", ["hello world, ", "한국어", "x", "\n", "e\u0301"])
 def test_only_a_short_tail_is_told_anew_however_long_the_text(name, text, monkeypatch):
-    spelling = SPELLINGS[name]
-    retelling = Retelling(spelling, [])
-    longest = 0
+    spelling, lengths = SPELLINGS[name], []
     usual = spelling.ids_of
     monkeypatch.setattr(spelling, "ids_of", lambda piece: lengths.append(len(piece.encode())) or usual(piece))
-    lengths = []
-    for _ in range(3000 // len(text.encode())):
+    retelling, times = Retelling(spelling, []), 3000 // len(text.encode())
+    for _ in range(times):
         retelling.add(text)
-        longest = max(longest, len(retelling.tail.encode()))
-    assert longest <= LONGEST_TAIL
-    assert max(lengths) <= LONGEST_TAIL + len(text.encode()) + 1
-    assert name == "composed bytes" or said(spelling, retelling.ids) == (text * (3000 // len(text.encode()))).encode()
+    assert len(lengths) == times
+    assert max(lengths) <= LONGEST_TAIL + len(text.encode())
+    assert name == "composed bytes" or said(spelling, retelling.ids) == (text * times).encode()

@@ -206,7 +206,7 @@ def test_a_character_that_the_draft_model_would_complete_otherwise_is_left_to_th
     assert target.bytes_of(cat[0]) == "貓".encode()[:1] != "犬".encode()[:1]
     drafter = TranslatingDrafter(pair.draft, pair.translation, Prompt("p", text="abc"), 3)
     draft = drafter.propose([1, 2, 3, *target.ids_of("x "), cat[0]], 5)
-    assert draft.ids == [] and draft.steps == [1]
+    assert draft.ids == [] and draft.steps == [2]
 
 
 def test_behind_half_a_word_the_rest_of_the_word_is_drafted():
@@ -228,6 +228,29 @@ def test_a_target_that_spells_in_single_bytes_meets_no_stutter():
         for mode in ("exact", "fly"):
             events = run(pair, mode=mode, draft_tokens=5, max_new_tokens=600, draft_schedule="constant")
             assert events[-1].text == ANSWER
+
+
+def test_half_a_word_that_the_draft_model_would_say_in_one_token_is_healed():
+    pair = knowing_pair("bytes", "other bytes", "Hello world")
+    target, own = pair.translation.target, pair.translation.draft
+    ids = {own.bytes_of(i): i for i in range(own.codec.vocab_size)}
+    start = len(own.codec.plain_ids("abc"))
+    # Behind " w" the model is lost: it has learned " world" as one token.
+    script = {b"Hello": ids[b" world"], b"Hello w": ids[b"x"], b"Hello world": end_of(own)}
+    pair.draft.model.script = lambda sequence: sure(script.get(said(own, sequence[start:]), ids[b"H"]))
+    drafter = TranslatingDrafter(pair.draft, pair.translation, Prompt("p", text="abc"), 3)
+    draft = drafter.propose([1, 2, 3, *target.ids_of("Hello"), *target.ids_of(" w")], 10)
+    assert own.ids_of("Hello w")[-1:] == [ids[b" w"]]
+    assert said(target, draft.ids) == b"orld"
+
+
+def test_a_model_that_says_what_the_target_cannot_spell_is_not_asked_on_and_on():
+    pair = knowing_pair("composed bytes", "bytes", "Hello cafe\u0301" + " world" * 50)
+    target = pair.translation.target
+    drafter = TranslatingDrafter(pair.draft, pair.translation, Prompt("p", text="abc"), 3)
+    draft = drafter.propose([1, 2, 3, *target.ids_of("Hello")], 100)
+    assert said(target, draft.ids) == b" caf"
+    assert len(draft.steps) < 10
 
 
 # Where it ends

@@ -80,6 +80,7 @@ def format_table(rows: Sequence[Sequence[str]]) -> str:
 
     widths = [max(map(cell_len, column)) for column in zip(*rows, strict=True)]
     lines = (
-        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)) for row in rows
+        "  ".join(cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True))
+        for row in rows
     )
     return "\n".join(line.rstrip() for line in lines)
