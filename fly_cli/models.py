@@ -225,18 +225,21 @@ class Source:
 
 def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
     """The model in the form that its place says, or in another where its int4 form cannot be had; and where it is."""
-    if place.quantize == OWN_INT4:
-        try:
-            return load_int4(source, place), place
-        except Int4Error as error:
-            place = place_without_int4(source, place, error)
-    if place.quantize == OWN_INT8:
-        model = read_int8(source.located, place, source.empty, source.progress)
-        if model is None:
-            source.alone()
-            model = prepare_int8(source.located, place, source.settings, source.progress)
-        return model, place
-    return load_model(source.located, place, source.settings, source.progress), place
+    if place.quantize not in (OWN_INT4, OWN_INT8):
+        return load_model(source.located, place, source.settings, source.progress), place
+    with join_team(source.settings.processes).in_turn():  # what one has prepared, others only read
+        if place.quantize == OWN_INT4:
+            try:
+                return load_int4(source, place), place
+            except Int4Error as error:
+                place = place_without_int4(source, place, error)
+        if place.quantize == OWN_INT8:
+            model = read_int8(source.located, place, source.empty, source.progress)
+            if model is None:
+                source.alone()
+                model = prepare_int8(source.located, place, source.settings, source.progress)
+            return model, place
+        return load_model(source.located, place, source.settings, source.progress), place
 
 
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
