@@ -14,6 +14,7 @@ from .models import quiet_libraries
 from .pairing import DRAFTS, Outlook, examine
 from .placement import PLANNED_TOKENS, bytes_by_device
 from .progress import Progress
+from .rope import context_length
 from .settings import LOOKUP, ModelSettings
 from .vocabulary import Vocabularies, load_tokenizer, special_tokens
 from .weights import Located, check_folder
@@ -172,5 +173,5 @@ def model_facts(at: int, folder: Located, outlook: Outlook) -> ModelFacts:
         devices=bytes_by_device(model, place),
         cache_layers=layers.counts,
         rewindable=layers.rewindable,
-        max_length=getattr(config.get_text_config(decoder=True), "max_position_embeddings", None),
+        max_length=context_length(config.get_text_config(decoder=True)),
     )
