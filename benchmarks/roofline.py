@@ -15,12 +15,15 @@ from time import perf_counter
 
 import torch
 from torch import nn
+from transformers import AutoConfig
 
 from fly_cli import ModelSettings, load_pair
+from fly_cli.cached_model import CachedModel, DraftModel
 from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_costs
 from fly_cli.cpu_linear import PackedLinear
+from fly_cli.int4 import BYTES_PER_WEIGHT
 from fly_cli.machine import processor_name
-from fly_cli.placement import PLANNED_TOKENS
+from fly_cli.placement import PLANNED_TOKENS, Placement
 from fly_cli.quantized import Int8Linear
 
 BUFFER_BYTES = 1_600_000_000
@@ -36,6 +39,14 @@ def bandwidth() -> float:
         buffer.sum()
         best = min(best, perf_counter() - began)
     return BUFFER_BYTES / best
+
+
+def bytes_read(model: DraftModel, place: Placement) -> int:
+    """Bytes of weights that a forward reads."""
+    if isinstance(model, CachedModel):
+        return weight_bytes(model.model)
+    config = AutoConfig.from_pretrained(model.path).get_text_config()
+    return place.weight_bytes - int(BYTES_PER_WEIGHT * config.vocab_size * config.hidden_size)  # int4: all but a table
 
 
 def weight_bytes(model: nn.Module) -> int:
@@ -62,7 +73,7 @@ def main() -> None:
     print("|--" * (len(MEASURED_ROWS) + 4) + "|")
     for model, place in zip(pair.models, pair.placements, strict=True):
         times = [median(model.timings[rows]) for rows in MEASURED_ROWS]
-        size = weight_bytes(model.model) + place.cache_bytes * CONTEXT // PLANNED_TOKENS
+        size = bytes_read(model, place) + place.cache_bytes * CONTEXT // PLANNED_TOKENS
         cells = [f"{1000 * seconds:.0f} ms" for seconds in times]
         share = size / speed / times[0]
         print(

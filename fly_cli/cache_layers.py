@@ -67,6 +67,17 @@ def has_own_state(model: Any) -> bool:
     return listed is None and bool(getattr(model, "_is_stateful", False))
 
 
+def not_causal(name: str, config: Any) -> UnsupportedModelError | None:
+    """What is told of a model that reads its text in both directions; None for others."""
+    # Kinds that can also be encoders have both fields, and build as encoders unless told otherwise.
+    if getattr(config, "is_decoder", True) or not hasattr(config, "add_cross_attention"):
+        return None
+    return UnsupportedModelError(
+        f"`{name}` (model type `{config.model_type}`) reads its text in both directions, and so cannot go on with one",
+        hint="use a causal language model, or set `is_decoder` in its config.json if it was trained as one",
+    )
+
+
 def not_rewindable(name: str, model: Any) -> UnsupportedModelError:
     """What is told of a model that remembers what cannot be taken back."""
     return UnsupportedModelError(

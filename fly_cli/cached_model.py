@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from .cache_layers import can_rewind, not_rewindable
-from .errors import UnsupportedModelError
+from .cache_layers import can_rewind, not_causal, not_rewindable
 from .lookup import common_prefix
 from .rope import LengthRope, context_length
 
@@ -190,14 +189,8 @@ class CachedModel:
 
     def _probe(self) -> None:
         """Read one token and look at the cache: only then does each layer know whether it can be rewound."""
-        config = self.model.config
-        # Kinds that can also be encoders have both fields, and build as encoders unless told otherwise.
-        if not getattr(config, "is_decoder", True) and hasattr(config, "add_cross_attention"):
-            raise UnsupportedModelError(
-                f"`{self.name}` (model type `{config.model_type}`) reads its text in both directions, "
-                "and so cannot go on with one",
-                hint="use a causal language model, or set `is_decoder` in its config.json if it was trained as one",
-            )
+        if refused := not_causal(self.name, self.model.config):
+            raise refused
         try:
             self._forward([0], 0, 1, 1)
         except (TypeError, ValueError) as error:  # it takes no cache, or has no layer that counts tokens

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
-from .cache_layers import CacheLayers, cache_layers, not_rewindable
+from .cache_layers import CacheLayers, cache_layers, not_causal, not_rewindable
 from .errors import FlyError, OutOfMemoryError, UnsupportedModelError
 from .placement import Placement, Skeleton, free_memory, plan, skeleton
 from .settings import ModelSettings, TextSettings
@@ -62,7 +62,8 @@ def examine(folders: Sequence[Located], settings: ModelSettings) -> Outlook:
     skeletons = [skeleton(name, path, trust_remote_code=trust) for name, path in named]
     ends = [end_ids(name, path, one.model.config) for (name, path), one in zip(named, skeletons, strict=True)]
     layers = [cache_layers(one.name, one.model) for one in skeletons]
-    problems: list[FlyError] = [
+    problems: list[FlyError] = [error for one in skeletons if (error := not_causal(one.name, one.model.config))]
+    problems += [
         not_rewindable(one.name, one.model)
         for one, kinds in zip(skeletons, layers, strict=True)
         if not kinds.rewindable

@@ -7,21 +7,22 @@ import pytest
 import torch
 from cli_helpers import Fly
 from models_for_tests import byte_tokenizer, tiny_config, tiny_llama
-from transformers import MambaConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import BertConfig, MambaConfig, PreTrainedTokenizerFast
 from weights_helpers import stub_hub, write_gguf
 
-from fly_cli import hub, models, pairing, placement
+from fly_cli import hub, loading, placement
 from fly_cli.catalog import load_catalog
 from fly_cli.check import check_pair
 from fly_cli.costs import costs_file
 from fly_cli.errors import ModelError, ModelNotFoundError, OutOfMemoryError, UnsupportedModelError
 from fly_cli.models import load_pair
-from fly_cli.pairing import examine
+from fly_cli.pairing import DRAFTS, examine
 from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, ModelSettings
 from fly_cli.weights import Located
-
-NO_WEIGHTS = ("model.safetensors",)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,23 @@ def other_ids(folder):
     vocabulary = content["model"]["vocab"]
     vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
     file.write_text(json.dumps(content))
+    return folder
+
+
+def other_words(folder):
+    """A tokenizer of whole words: nothing can be translated to it."""
+    tokenizer = Tokenizer(WordLevel({f"word{i}": i for i in range(384)}, unk_token="word0"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="word0").save_pretrained(folder)
+    return folder
+
+
+def both_ways(folder):
+    """A model that reads its text in both directions."""
+    size = {"vocab_size": 384, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    BertConfig(**size, architectures=["BertLMHeadModel"]).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    (folder / "model.safetensors").write_bytes(b"never read")
     return folder
 
 
@@ -153,7 +171,8 @@ def test_ends_that_differ_are_told(tiny_pair_dirs, folder):
 def refusals(tiny_pair_dirs, folder, tmp_path):
     target = tiny_pair_dirs[0]
     return {
-        "other ids": ((target, other_ids(folder)), {}, UnsupportedModelError, "cannot draft for"),
+        "other words": ((target, other_words(folder)), {}, UnsupportedModelError, "cannot be translated"),
+        "both ways": ((both_ways(tmp_path / "bert"), LOOKUP), {}, UnsupportedModelError, "bert.*both directions"),
         "draft": ((target, recurrent(tmp_path / "mamba")), {}, UnsupportedModelError, "mamba.*cannot be rewound"),
         "target": ((tmp_path / "mamba", target), {}, UnsupportedModelError, "mamba.*cannot be rewound"),
         "lookup": ((tmp_path / "mamba", LOOKUP), {}, UnsupportedModelError, "mamba.*cannot be rewound"),
@@ -161,9 +180,9 @@ def refusals(tiny_pair_dirs, folder, tmp_path):
     }
 
 
-@pytest.mark.parametrize("case", ["other ids", "draft", "target", "lookup", "memory"])
+@pytest.mark.parametrize("case", ["other words", "both ways", "draft", "target", "lookup", "memory"])
 def test_check_and_loading_refuse_the_same_for_the_same_reason(tiny_pair_dirs, folder, tmp_path, monkeypatch, case):
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("read weights"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("read weights"))
     pair, changed, error, reason = refusals(tiny_pair_dirs, folder, tmp_path)[case]
     with pytest.raises(error, match=reason) as caught:
         load(*pair, **changed)
@@ -175,16 +194,16 @@ def test_check_and_loading_refuse_the_same_for_the_same_reason(tiny_pair_dirs, f
 
 
 def test_every_problem_is_told_and_sizes_are_known_where_nothing_fits(folder, tmp_path):
-    found = check(recurrent(tmp_path / "mamba"), other_ids(folder), max_memory={"cpu": "1MB"}, draft_quantize="none")
+    found = check(recurrent(tmp_path / "mamba"), other_words(folder), max_memory={"cpu": "1MB"}, draft_quantize="none")
     assert len(found.problems) == 3
     assert found.target.weight_bytes == 2 * found.target.num_parameters
     assert found.draft.weight_bytes == 2 * found.draft.num_parameters
 
 
-def test_one_line_makes_another_tokenizer_a_draft(tiny_pair_dirs, folder, monkeypatch):
-    monkeypatch.setitem(pairing.DRAFTS, "different", "drafts across tokenizers, greedy")
+def test_a_draft_with_other_ids_is_told_to_draft_by_way_of_the_text(tiny_pair_dirs, folder):
     found = check(tiny_pair_dirs[0], other_ids(folder))
-    assert found.verdict == f"can run: `{folder}` drafts across tokenizers, greedy"
+    assert found.vocabularies.kind == "different"
+    assert found.verdict == f"can run: `{folder}` {DRAFTS['different']}"
 
 
 def test_a_folder_without_its_weights_cannot_run(tiny_pair_dirs, folder):
@@ -236,8 +255,8 @@ def test_of_a_hub_model_only_small_files_are_fetched_and_once(repository, monkey
 def test_a_pair_that_cannot_run_is_refused_before_its_weights_are_fetched(repository, folder, monkeypatch):
     with stub_hub(repository) as (address, requests):
         monkeypatch.setattr(hub, "endpoint", lambda: address)
-        with pytest.raises(UnsupportedModelError, match="cannot draft for"):
-            load("owner/tiny", other_ids(folder))
+        with pytest.raises(UnsupportedModelError, match="cannot be translated"):
+            load("owner/tiny", other_words(folder))
         assert not any("safetensors" in request for request in requests)
         with pytest.raises(ModelError, match="cannot be loaded"):  # what comes is no weights
             load("owner/tiny")
@@ -262,20 +281,20 @@ def test_the_command_tells_a_pair_that_can_run_and_returns_0(fly, tiny_pair_dirs
 
 
 def test_a_pair_that_cannot_run_returns_1_with_a_hint_on_stdout(fly, tiny_pair_dirs, folder):
-    outcome = fly("check", str(tiny_pair_dirs[0]), str(other_ids(folder)), "--device-map", "cpu")
+    outcome = fly("check", str(tiny_pair_dirs[0]), str(other_words(folder)), "--device-map", "cpu")
     assert (outcome.code, outcome.err) == (1, "")
     assert "verdict     cannot run: " in outcome.out
-    assert outcome.out.splitlines()[-1].startswith("hint        choose a draft model of the same family")
-    assert "target 'a'; draft 'b'" in outcome.out
+    assert outcome.out.splitlines()[-1].startswith("hint        choose a draft model with the target's own tokenizer")
+    assert "id 0: target '!'; draft 'word0'" in outcome.out
 
 
 def test_json_is_one_object_with_all_of_it(fly, tiny_pair_dirs, folder):
-    outcome = fly("check", str(tiny_pair_dirs[0]), str(other_ids(folder)), "--json", "--dtype", "float32")
+    outcome = fly("check", str(tiny_pair_dirs[0]), str(other_words(folder)), "--json", "--dtype", "float32")
     found = json.loads(outcome.out)
     assert outcome.code == 1
     assert found["runs"] is False
     assert found["vocabularies"]["kind"] == "different"
-    assert found["vocabularies"]["num_differing"] == 2
+    assert found["vocabularies"]["num_differing"] == 384
     assert found["target"]["dtype"] == "float32"
     assert found["target"]["cache_layers"] == {"full attention": 2}
     assert found["memory"]["fits"] is True

@@ -48,6 +48,7 @@ RANKS = [
         "descriptions",
         "pairing",
         "costs",
+        "loading",
         "models",
     }
     | {"machine", "processes", "team"},

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from text_helpers import words
 from transformers import LlamaForCausalLM
 
-from fly_cli import models, placement
+from fly_cli import loading, placement
 from fly_cli.api import generate
 from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
@@ -83,8 +83,8 @@ def test_int8_weights_of_an_incomplete_model_are_not_kept(tiny_pair_dirs, folder
 def test_int8_weights_are_prepared_once_and_anew_where_they_do_not_fit(tiny_pair_dirs, tmp_path, monkeypatch):
     monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
     prepared = []
-    usual = models.prepare_int8
-    monkeypatch.setattr(models, "prepare_int8", lambda *given: prepared.append(1) or usual(*given))
+    usual = loading.prepare_int8
+    monkeypatch.setattr(loading, "prepare_int8", lambda *given: prepared.append(1) or usual(*given))
     first = load(*tiny_pair_dirs)
     assert first.placements[1].quantize == "int8"
     load(*tiny_pair_dirs)
@@ -272,7 +272,7 @@ def test_memory_that_runs_out_while_loading_is_an_error_with_options(tiny_pair_d
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", fail)
+    monkeypatch.setattr(loading.AutoModelForCausalLM, "from_pretrained", fail)
     with pytest.raises(OutOfMemoryError, match=r"loading .*target.* \(.*B\)") as caught:
         load(tiny_pair_dirs[0])
     assert caught.value.hint.count(",") >= 2
@@ -311,7 +311,7 @@ def test_a_pair_with_one_tokenizer_is_not_translated(tiny_pair_dirs):
 
 def test_a_draft_that_cannot_be_translated_is_refused_before_any_weight_loads(tiny_pair_dirs, folder, monkeypatch):
     words(None).save_pretrained(folder)
-    monkeypatch.setattr(models, "load_model", lambda *_: pytest.fail("loaded weights"))
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("loaded weights"))
     with pytest.raises(UnsupportedModelError, match="model` is of a kind that cannot be translated") as caught:
         load(tiny_pair_dirs[0], folder)
     assert "--draft lookup" in caught.value.hint
