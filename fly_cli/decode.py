@@ -104,7 +104,8 @@ def decode(
         evidence = verify(draft)
         verify_seconds = watch.lap()
         verdict = judge(evidence, settings)
-        drafter.learn(draft, verdict)
+        if limit:  # what it offered in an earlier round is no news
+            drafter.learn(draft, verdict)
         tokens = commit(draft.ids, verdict)
         yield Round(
             index=index,

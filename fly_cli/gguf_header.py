@@ -129,7 +129,8 @@ def block_of(kind: int) -> tuple[int, int]:
 
     if kind not in GGML_QUANT_SIZES:
         raise Unknown(f"has a tensor of type {kind}, which is not known here")
-    return GGML_QUANT_SIZES[kind]  # type: ignore[index]
+    elements, size = GGML_QUANT_SIZES[kind]
+    return elements, size
 
 
 def parse(reader: Reader) -> GgufHeader:

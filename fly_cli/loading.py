@@ -21,6 +21,7 @@ from .progress import Progress
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .settings import ModelSettings
 from .storage import exclusive, require_memory
+from .team import join_team
 from .text import one_line
 from .weights import Located
 
@@ -41,18 +42,21 @@ class Source:
 
 def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
     """The model in the form that its place says, or in another where its int4 form cannot be had; and where it is."""
-    if place.quantize == OWN_INT4:
-        try:
-            return load_int4(source, place), place
-        except Int4Error as error:
-            place = place_without_int4(source, place, error)
-    if place.quantize == OWN_INT8:
-        model = read_int8(source.located, place, source.empty, source.progress)
-        if model is None:
-            source.alone()
-            model = prepare_int8(source.located, place, source.settings, source.progress)
-        return model, place
-    return load_model(source.located, place, source.settings, source.progress), place
+    if place.quantize not in (OWN_INT4, OWN_INT8):
+        return load_model(source.located, place, source.settings, source.progress), place
+    with join_team(source.settings.processes).in_turn():  # what one has prepared, others only read
+        if place.quantize == OWN_INT4:
+            try:
+                return load_int4(source, place), place
+            except Int4Error as error:
+                place = place_without_int4(source, place, error)
+        if place.quantize == OWN_INT8:
+            model = read_int8(source.located, place, source.empty, source.progress)
+            if model is None:
+                source.alone()
+                model = prepare_int8(source.located, place, source.settings, source.progress)
+            return model, place
+        return load_model(source.located, place, source.settings, source.progress), place
 
 
 def load_model(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:

@@ -30,19 +30,32 @@ LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 class Team(Alone):
     """One of the processes that decode as one."""
 
-    def __init__(self, rank: int, group: Any) -> None:
-        self.first = rank == 0
+    def __init__(self, place: Processes, group: Any) -> None:
+        self.place = place
         self._group = group  # of CPUs, whatever the models run on
 
     def tell(self, find: Callable[[], T]) -> T:
         """What `find` gives in the first process, which alone calls it. An error of ours is raised in all."""
-        found: T = self._from_first(self._outcome(find) if self.first else None)
+        found: T = self._from_first(self._outcome(find) if self.place.first else None)
         return found
 
     def agree(self, find: Callable[[], T]) -> T:
         """What `find` gives in the first process; all call it, as where the target takes part."""
         found: T = self._from_first(self._outcome(find))
         return found
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The first process of each machine does what is inside before the others, who find there what it left."""
+        if self.place.local_rank > 0:
+            self._meet()
+        yield
+        if self.place.local_rank == 0:
+            self._meet()
+
+    def _meet(self) -> None:
+        with lost_processes():
+            dist.barrier(group=self._group)
 
     def _outcome(self, find: Callable[[], Any]) -> tuple[Any, FlyError | None]:
         with lost_processes():
@@ -87,7 +100,7 @@ def join_team(world: int) -> Alone:
             hint=f"start them with `torchrun --nproc-per-node {world} -m fly_cli generate ...`",
         )
     begin(place)
-    return Team(place.rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+    return Team(place, dist.new_group(backend="gloo", timeout=PATIENCE))
 
 
 def begin(place: Processes) -> None:

@@ -79,7 +79,7 @@ def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
 def main(arguments: Sequence[str]) -> int:
     """`fly` on scripted models. PAUSE: seconds that each forward takes."""
     from fly_cli.cli import main as fly
-    from fly_cli.cli.generate import quiet_imports
+    from fly_cli.cli.process import quiet_imports
 
     quiet_imports()
     from fly_cli import models

@@ -10,7 +10,7 @@ from transformers import Gemma3Config, LlamaForCausalLM
 
 from fly_cli import loading, placement
 from fly_cli.api import generate
-from fly_cli.errors import ModelError, OutOfMemoryError, SettingsError, UnsupportedModelError
+from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
 from fly_cli.pairing import end_ids
 from fly_cli.progress import Silent
@@ -98,12 +98,16 @@ def test_int8_weights_are_prepared_once_and_anew_where_they_do_not_fit(tiny_pair
     assert len(prepared) == 2
 
 
-def test_an_offloaded_target_writes_the_same_text(tiny_pair_dirs, tmp_path, caplog):
-    plain = generate(load(tiny_pair_dirs[0]), "abc", DecodeSettings(max_new_tokens=12)).text
-    layers = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 2}], ids=["greedy", "sampled"])
+def test_a_target_that_is_partly_on_disk_writes_the_same_text(tiny_pair_dirs, tmp_path, caplog, sampling):
+    exact = DecodeSettings(mode="exact", max_new_tokens=24, draft_schedule="constant", **sampling)
+    plain = generate(load(*tiny_pair_dirs), "abc", exact)
+    layers = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
     layers |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
-    pair = load(tiny_pair_dirs[0], device_map=layers, offload_folder=str(tmp_path / "off"))
-    assert generate(pair, "abc", DecodeSettings(max_new_tokens=12)).text == plain
+    pair = load(*tiny_pair_dirs, device_map=layers, offload_folder=str(tmp_path / "off"))
+    drafted = generate(pair, "abc", exact)
+    assert [token.id for token in drafted.tokens] == [token.id for token in plain.tokens]
+    assert drafted.summary.num_accepted_draft_tokens > 0
     assert [record.getMessage() for record in caplog.records] == []  # nothing of accelerate's about meta devices
 
 
@@ -336,9 +340,17 @@ def test_ids_that_one_side_lacks_and_renamed_special_tokens_do_not_matter(tiny_p
     assert compare_vocabularies(tiny_pair_dirs[0], folder, rows=(384, 384)).kind is Match.SAME
 
 
+def fed_ids(model):
+    """The highest id that each forward of a model was given from here on."""
+    highest = []
+    model.register_forward_pre_hook(lambda _, inputs: highest.append(int(inputs[0].max())))
+    return highest
+
+
 @pytest.mark.parametrize(("rows", "other"), [(384, 448), (448, 384)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_padded_rows_of_either_model_change_nothing(tiny_pair_dirs, tmp_path, rows, other, temperature):
+@pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0, 50.0])
+@pytest.mark.parametrize("mode", ["exact", "fly"])
+def test_padded_rows_of_either_model_change_nothing(tiny_pair_dirs, tmp_path, rows, other, temperature, mode):
     for name, size, seed in (("t", rows, 0), ("d", other, 0)):
         model = tiny_llama(seed)
         model.resize_token_embeddings(size, mean_resizing=False)
@@ -346,10 +358,53 @@ def test_padded_rows_of_either_model_change_nothing(tiny_pair_dirs, tmp_path, ro
             model.lm_head.weight[384:] = 50.0
         model.save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    pair = load(tmp_path / "t", tmp_path / "d")
-    settings = {"max_new_tokens": 30, "temperature": temperature, "seed": 3}
-    exact = generate(pair, "abc", DecodeSettings(mode="exact", **settings))
+    pair = load(tmp_path / "t", tmp_path / "d", draft_quantize="none")
+    fed = [fed_ids(model.model) for model in pair.models]
+    settings = {"max_new_tokens": 30, "temperature": temperature, "seed": 3, "draft_schedule": "constant"}
+    drafted = generate(pair, "abc", DecodeSettings(mode=mode, **settings))
     plain = generate(pair, "abc", DecodeSettings(mode="target", **settings))
-    assert [token.id for token in exact.tokens] == [token.id for token in plain.tokens]
-    assert max(token.id for token in exact.tokens) < 384
-    assert exact.summary.num_accepted_draft_tokens > 0
+    # The draft model is the target but for its padded rows.
+    assert [token.id for token in drafted.tokens] == [token.id for token in plain.tokens]
+    assert drafted.summary.num_accepted_draft_tokens > 0
+    assert max(token.id for token in drafted.tokens) < 384
+    assert all(max(highest) < 384 for highest in fed)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0, 50.0])
+def test_tokens_that_the_draft_models_table_lacks_are_chosen_and_never_fed_to_it(tmp_path, temperature):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<more{i}>" for i in range(16)])
+    for name, rows in (("t", 448), ("d", 384)):
+        tiny_llama(0, vocab_size=rows).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    pair = load(tmp_path / "t", tmp_path / "d", draft_quantize="none")
+    to_target, to_draft = (fed_ids(model.model) for model in pair.models)
+    settings = {"max_new_tokens": 60, "temperature": temperature, "draft_schedule": "constant"}
+    chosen = []
+    for seed in range(6):
+        exact = generate(pair, "abc", DecodeSettings(mode="exact", seed=seed, **settings))
+        plain = generate(pair, "abc", DecodeSettings(mode="target", seed=seed, **settings))
+        assert [token.id for token in exact.tokens] == [token.id for token in plain.tokens]
+        chosen += [token.id for token in exact.tokens]
+    assert 384 <= max(chosen) < 400
+    assert 384 <= max(to_target) < 400
+    assert max(to_draft) < 384
+
+
+def test_tokens_that_the_targets_table_lacks_are_never_drafted_nor_taken_from_a_prompt(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens([f"<more{i}>" for i in range(16)])
+    for name, rows in (("t", 384), ("d", 448)):
+        model = tiny_llama(0, vocab_size=rows)
+        with torch.no_grad():  # that the draft model would choose if it could
+            model.lm_head.weight[384:] = 50.0
+        model.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    pair = load(tmp_path / "t", tmp_path / "d", draft_quantize="none")
+    to_target, to_draft = (fed_ids(model.model) for model in pair.models)
+    for temperature in (0.0, 1.0):
+        settings = DecodeSettings(mode="exact", max_new_tokens=30, temperature=temperature, seed=1)
+        assert generate(pair, "abc", settings).summary.num_new_tokens
+    assert max(*to_target, *to_draft) < 384
+    with pytest.raises(PromptError, match="the model knows 384 ids"):
+        generate(pair, "abc<more3>")

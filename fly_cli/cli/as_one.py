@@ -9,6 +9,7 @@ import typer
 
 from ..errors import FlyError, LostProcessError
 from ..processes import ALONE, Alone, Processes
+from .process import quiet_imports
 
 
 @contextmanager
@@ -17,6 +18,7 @@ def as_one(processes: Processes) -> Iterator[Alone]:
     if processes.world == 1:
         yield ALONE
         return
+    quiet_imports()
     try:
         from ..team import join_team, leave
 

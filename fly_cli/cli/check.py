@@ -18,7 +18,8 @@ from ..render import write
 from ..storage import size_text
 from ..theme import ColorPolicy, decide_color
 from . import common
-from .generate import closing_progress, quiet_imports
+from .generate import closing_progress
+from .process import quiet_imports
 from .talk import Talk
 
 if TYPE_CHECKING:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -30,7 +28,7 @@ from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common
 from .as_one import as_one
-from .process import interruption, is_same_file, reader_is_gone, without_garbage_collection
+from .process import interruption, is_same_file, quiet_imports, reader_is_gone, without_garbage_collection
 from .results import Result
 from .talk import Talk
 
@@ -205,14 +203,6 @@ def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
             )
     interruption.check()
     return pair
-
-
-def quiet_imports() -> None:
-    """Let libraries not warn about what is checked here, or does not matter: now, since some do when imported."""
-    if not sys.warnoptions:
-        warnings.simplefilter("ignore")
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager

@@ -158,3 +158,14 @@ def without_garbage_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def quiet_imports() -> None:
+    """Let libraries not warn about what is checked here, or does not matter: now, since some do when imported."""
+    import logging
+    import warnings
+
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
