@@ -181,6 +181,8 @@ class AdaptiveDrafter:
         self.model = model
         self.policy = policy
         self._copied = Draft()  # what the text offered in this round
+        self._first_length: int | None = None  # of the text, when the first draft was asked for
+        self._reads = False  # whether the draft model reads along
 
     @property
     def forward_seconds(self) -> float:
@@ -190,13 +192,20 @@ class AdaptiveDrafter:
         """The draft of this round, of at most `limit` ids; empty where plain decoding is faster."""
         self._copied = copied = self.copier.propose(ids, limit) if self.copier else Draft()
         why_not = self.model.out_of_reach(ids) if self.model else None
-        way, length = self.policy.choose(limit, copied.match_length, len(copied.ids), with_model=why_not is None)
+        with_model = why_not is None and self._pays_to_read(ids)
+        way, length = self.policy.choose(limit, copied.match_length, len(copied.ids), with_model=with_model)
         if way is Way.MODEL and self.model is not None:
             return self.model.propose(ids, length, self.policy.goes_on)
         notes = self.model.note_once(why_not) if self.model and why_not else ()
         if way is Way.COPY:
             return replace(copied, ids=copied.ids[:length], sources=copied.sources[:length], notes=notes)
         return Draft(notes=notes)
+
+    def _pays_to_read(self, ids: Sequence[int]) -> bool:
+        if self._first_length is None:
+            self._first_length = len(ids)
+        self._reads = self._reads or self.policy.pays_to_read(len(ids), len(ids) - self._first_length)
+        return self._reads
 
     def learn(self, draft: Draft, verdict: Verdict) -> None:
         """Hear what became of the last draft."""

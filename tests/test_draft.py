@@ -2,10 +2,12 @@ import pytest
 from models_for_tests import ScriptedModel, noisy_copy, says, sure, tiny_llama
 
 from fly_cli.cached_model import CachedModel
-from fly_cli.draft import COPIED_TOKENS, LookupDrafter, ModelDrafter
-from fly_cli.events import Source
+from fly_cli.draft import COPIED_TOKENS, AdaptiveDrafter, LookupDrafter, ModelDrafter
+from fly_cli.events import Origin, Source
 from fly_cli.sampling import Chooser
+from fly_cli.schedule import Adaptive, CostTable
 from fly_cli.settings import DecodeSettings
+from fly_cli.verify import Verdict
 
 END = 9
 
@@ -105,3 +107,20 @@ def test_an_id_beyond_the_draft_vocabulary_is_never_fed_to_it():
     draft = made.propose([1, 60, 2, 1], 3)
     assert draft.ids == [60, 2, 1]
     assert "does not know" in draft.notes[0]
+
+
+@pytest.mark.parametrize("length, waits", [(20, False), (800, True)])
+def test_the_draft_model_reads_a_long_prompt_only_behind_an_answer_that_pays_for_it(length, waits):
+    model = drafter(cycle(1, 2, 3))
+    policy = Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.1, 32: 0.9}))
+    adaptive = AdaptiveDrafter(None, model, policy)
+    ids = [1] * length
+    for _ in range(60):
+        draft = adaptive.propose(ids, 5)
+        if draft.ids:
+            break
+        adaptive.learn(draft, Verdict((), 1, Origin.TARGET))
+        ids.append(1)
+    new = len(ids) - length
+    assert bool(new) is waits and new < 59
+    assert adaptive.forward_seconds > 0 and min(model.model.timings) <= length + new

@@ -101,6 +101,15 @@ def test_a_draft_stops_sooner_after_doubt_and_where_steps_are_dear():
     assert not Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.9})).goes_on(sure, 15)
 
 
+def test_a_long_prompt_is_read_by_the_draft_model_only_when_the_answer_is_long_enough_to_pay_for_it():
+    policy = Adaptive(CostTable({1: 1.0, 16: 1.3}, {1: 0.1, 32: 0.9}))  # 0.026 a row
+    assert policy.pays_to_read(100, 0)
+    assert not policy.pays_to_read(800, 0)
+    assert not policy.pays_to_read(820, 20)
+    assert policy.pays_to_read(840, 40)
+    assert Adaptive(CHEAP_ROWS).pays_to_read(100_000, 0)  # where rows cost nothing
+
+
 def test_a_row_that_begins_a_block_pays_if_the_block_does():
     blocks = CostTable({1: 1.0, 6: 1.0, 7: 1.6, 12: 1.6, 13: 2.2, 18: 2.2}, {1: 0.02})
     policy = Adaptive(blocks)
