@@ -154,3 +154,12 @@ def test_only_a_short_tail_is_told_anew_however_long_the_text(name, text, monkey
     assert len(lengths) == times
     assert max(lengths) <= LONGEST_TAIL + len(text.encode())
     assert name == "composed bytes" or said(spelling, retelling.ids) == (text * times).encode()
+
+
+def test_a_token_that_ends_the_answer_is_never_spelled():
+    tokenizer = TOKENIZERS["bytes"]
+    codec = Codec(tokenizer, settings=TextSettings(raw=True, stop_token=["the"]), end_ids=None, vocab_rows=500)
+    spelled = Spelling(codec, "bytes").behind("", "x\nthe").ids
+    assert tokenizer.convert_tokens_to_ids("the") in codec.piece_ids("x\nthe")
+    assert b"".join(map(Spelling(codec, "bytes").bytes_of, spelled)) == b"x\n"
+    assert not codec.special_ids.intersection(spelled)
