@@ -42,8 +42,9 @@ def locate_description(
         path = local_path(Path(entry.path))
         if os.path.isdir(path):
             return Located(name, path, str(path), weights=has_weights(path))
-        read_header(path)  # refuses what is no GGUF file
         folder = cache / "models" / f"{local_key(path)}-bf16"
+        if not (folder / MARKER).is_file():
+            read_header(path)  # refuses what is no GGUF file
     elif entry.file is not None:
         folder = cache / "models" / converted_name(entry)
     else:

@@ -8,8 +8,6 @@ scale, rounded to nearest, inputs are quantised to 8 bits while running.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import os
 import shutil
@@ -31,7 +29,7 @@ from torch import Tensor
 from .cached_model import Timings
 from .lookup import common_prefix
 from .rope import context_length
-from .storage import default_cache_dir
+from .storage import default_cache_dir, prepared_name
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -176,13 +174,8 @@ def int4_bytes(model: Any) -> int:
 
 
 def int4_folder(folder: Path, cache_dir: Path | None = None) -> Path:
-    """Where the int4 form of a model folder is kept: a name for its path, and the sizes and times of its weights."""
-    files = sorted(folder.glob("*.safetensors"))
-    key = json.dumps(
-        [FORMAT, OPTIONS, str(folder.resolve()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]]
-    )
-    name = f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    return (cache_dir or default_cache_dir()) / "int4" / name
+    """Where the int4 form of a model folder is kept."""
+    return (cache_dir or default_cache_dir()) / "int4" / prepared_name(folder, FORMAT, OPTIONS)
 
 
 def open_session(folder: Path) -> onnxruntime.InferenceSession:

@@ -51,10 +51,10 @@ def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
             except Int4Error as error:
                 place = place_without_int4(source, place, error)
         if place.quantize == OWN_INT8:
-            model = read_int8(source.located, place, source.empty, source.progress)
+            model = read_int8(source, place)
             if model is None:
                 source.alone()
-                model = prepare_int8(source.located, place, source.settings, source.progress)
+                model = prepare_int8(source, place)
             return model, place
         return load_model(source.located, place, source.settings, source.progress), place
 
@@ -102,20 +102,21 @@ def where(place: Placement, settings: ModelSettings) -> dict[str, Any]:
     return {"device_map": place.device_map, "offload_folder": settings.offload_folder}
 
 
-def read_int8(located: Located, place: Placement, empty: Skeleton, progress: Progress) -> Any | None:
+def read_int8(source: Source, place: Placement) -> Any | None:
     """The model with the int8 weights that an earlier run prepared, None where there are none that fit."""
-    progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int8)", None)
+    source.progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int8)", None)
     try:
-        state = read_prepared(prepared_file(located.path))
-        return None if state is None else fill(empty.model, state)
+        state = read_prepared(prepared_file(source.located.path))
+        return None if state is None else fill(source.empty.model, state)
     except ValueError:  # of another version of the library, or of the model's config
         return None
     finally:
-        progress.finish()
+        source.progress.finish()
 
 
-def prepare_int8(located: Located, place: Placement, settings: ModelSettings, progress: Progress) -> Any:
+def prepare_int8(source: Source, place: Placement) -> Any:
     """The model with int8 weights, made now and kept for later runs."""
+    located, settings, progress = source.located, source.settings, source.progress
     needed = 4 * place.weight_bytes  # as it is stored (16 bits), and its int8 form twice
     require_memory(needed, f"preparing int8 weights of `{place.name}`")
     model = load_model(located, replace(place, dtype=torch.bfloat16, quantize=NONE), settings, progress)

@@ -96,7 +96,7 @@ def load_pair(
     settings = settings or ModelSettings()
     catalog = catalog or load_catalog()
     progress = progress or Silent()
-    team = join_team(settings.processes) if settings.processes > 1 else ALONE
+    team = join_team(settings.processes)
     with_draft = mode != "target" and settings.draft not in (None, LOOKUP)
     names = [settings.target, str(settings.draft)] if with_draft else [settings.target]
     with quiet_libraries(), lost_processes():

@@ -38,6 +38,7 @@ class Outlook:
     places: tuple[Placement, ...]  # where they do not fit: as if memory had no end
     free: dict[int | str, int]  # bytes of each device that the plan could take
     problems: tuple[FlyError, ...]  # why the pair cannot run
+    tokenizers: tuple[Any, ...] = ()  # where they had to be loaded
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -77,6 +78,7 @@ def examine(folders: Sequence[Located], settings: ModelSettings) -> Outlook:
     problems += [shortage] if shortage else []
     outlook = Outlook(tuple(skeletons), tuple(ends), tuple(layers), vocabularies, places, free, tuple(problems))
     if vocabularies is not None and vocabularies.kind is Match.DIFFERENT:
+        outlook = replace(outlook, tokenizers=tuple(load_tokenizer(at.path, trust_remote_code=trust) for at in folders))
         try:
             translation_of(outlook, folders, codec_of(outlook, folders, 0, TextSettings(), settings), settings)
         except UnsupportedModelError as error:
@@ -88,7 +90,8 @@ def codec_of(
     outlook: Outlook, folders: Sequence[Located], at: int, text: TextSettings, settings: ModelSettings
 ) -> Codec:
     """The tokenizer of the target (0) or the draft (1), with its prompts and end tokens."""
-    tokenizer = load_tokenizer(folders[at].path, trust_remote_code=settings.trust_remote_code)
+    loaded = outlook.tokenizers
+    tokenizer = loaded[at] if loaded else load_tokenizer(folders[at].path, trust_remote_code=settings.trust_remote_code)
     return Codec(tokenizer, settings=text, end_ids=outlook.end_ids[at], vocab_rows=outlook.rows[at])
 
 

@@ -7,8 +7,6 @@ while running, and everything between the linear layers is fp32.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import warnings
 from functools import cache
@@ -20,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .files import written_whole
-from .storage import HEADROOM_BYTES, default_cache_dir
+from .storage import HEADROOM_BYTES, default_cache_dir, prepared_name
 
 LEAST_SHARE = 0.8  # of the weights outside the embeddings that must be in linear layers for int8 to pay
 LARGEST_ERROR = 0.05  # of the self-test's result, relative; 8-bit rounding makes 0.01
@@ -173,11 +171,8 @@ def still_empty(model: nn.Module) -> list[str]:
 
 
 def prepared_file(folder: Path, cache_dir: Path | None = None) -> Path:
-    """Where the int8 form of a model folder is kept: a name for its path, and the sizes and times of its weights."""
-    files = sorted(folder.glob("*.safetensors"))
-    key = json.dumps([FORMAT, str(folder.resolve()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]])
-    name = f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}.safetensors"
-    return (cache_dir or default_cache_dir()) / "int8" / name
+    """Where the int8 form of a model folder is kept."""
+    return (cache_dir or default_cache_dir()) / "int8" / f"{prepared_name(folder, FORMAT)}.safetensors"
 
 
 def read_prepared(file: Path) -> dict[str, Tensor] | None:

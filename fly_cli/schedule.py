@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -243,12 +243,9 @@ class Adaptive:
 
     def _best_model(self, limit: int, rate: float) -> float:
         """What the draft model gains at the best fixed length; stopping at doubts it gains more."""
-        chance, tokens, best = 1.0, 1.0, float("-inf")
-        for n in range(1, limit + 1):
-            chance *= self.next.value
-            tokens += chance
-            best = max(best, tokens - rate * (n * self.token_seconds + self.costs.verify_seconds(n)))
-        return best
+        return max(
+            (1 + tokens - rate * seconds for tokens, seconds in self._more(1.0, 0, limit)), default=float("-inf")
+        )
 
     def goes_on(self, confidences: Sequence[float], limit: int) -> bool:
         """Whether more is worth drafting, in a draft of at most `limit`, behind tokens of such confidence.
@@ -258,14 +255,19 @@ class Adaptive:
         n, chance = len(confidences), 1.0
         for j, confidence in enumerate(confidences):
             chance *= self.chance_of(confidence, limit - 1 - j)
-        tokens, before = 0.0, self.costs.verify_seconds(n)
-        for more in range(1, limit - n + 1):
+        before = self.costs.verify_seconds(n)
+        return any(tokens > self.rate * (seconds - before) for tokens, seconds in self._more(chance, n, limit))
+
+    def _more(self, chance: float, drafted: int, limit: int) -> Iterator[tuple[float, float]]:
+        """For each number of further tokens: how many of them are kept, and the seconds to draft them and check all.
+
+        `chance` is that of all `drafted` ones being kept.
+        """
+        tokens = 0.0
+        for more in range(1, limit - drafted + 1):
             chance *= self.next.value
             tokens += chance
-            seconds = more * self.token_seconds + self.costs.verify_seconds(n + more) - before
-            if tokens > self.rate * seconds:
-                return True
-        return False
+            yield tokens, more * self.token_seconds + self.costs.verify_seconds(drafted + more)
 
     def chance_of(self, confidence: float, num_behind: int) -> float:
         """How likely a token of the draft model is kept: as the target's own choice, or deferred if a window fits."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import sys
@@ -9,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from .errors import DownloadError, FlyError, OutOfMemoryError
 from .progress import Progress
@@ -77,6 +80,13 @@ def exclusive(lock_file: Path, what: str, progress: Progress) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def prepared_name(folder: Path, *form: Any) -> str:
+    """A name for what is prepared from a model folder in some form: of its path, and its weights' sizes and times."""
+    files = sorted(folder.glob("*.safetensors"))
+    key = json.dumps([*form, str(folder.resolve()), [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]])
+    return f"{folder.name}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
 
 
 def make_folder(folder: Path) -> None:

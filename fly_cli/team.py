@@ -20,7 +20,7 @@ import torch.distributed as dist
 from transformers.distributed.utils import get_distributed_backend
 
 from .errors import FlyError, LostProcessError, SettingsError, UsageError
-from .processes import Alone, Processes, place_of
+from .processes import ALONE, Alone, Processes, place_of
 
 T = TypeVar("T")
 PATIENCE = timedelta(days=7)  # with a process that waits for its reader, as in a pager
@@ -92,7 +92,7 @@ def lost_processes() -> Iterator[None]:
 def join_team(world: int) -> Alone:
     """This process as one of `world` that decode as one, or alone. Raises `UsageError` where they are not there."""
     if world == 1:
-        return Alone()
+        return ALONE
     place = place_of(os.environ)
     if place.world != world:
         raise UsageError(

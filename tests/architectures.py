@@ -36,6 +36,17 @@ LONG |= {"rope_theta": 10_000.0, "original_max_position_embeddings": CONTEXT}
 STRETCHED = {"rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": CONTEXT}
 
 
+LATENT = {
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 2,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+}
+
+
 def llama(**changes: Any) -> t.PreTrainedModel:
     return tiny_llama(0, **changes)
 
@@ -67,27 +78,11 @@ FULL: dict[str, Callable[[], t.PreTrainedModel]] = {
     "mixtral, experts": lambda: made(
         t.MixtralForCausalLM, t.MixtralConfig, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
-    "deepseek-v3, latent attention": lambda: made(
-        t.DeepseekV3ForCausalLM,
-        t.DeepseekV3Config,
-        first_k_dense_replace=2,
-        num_key_value_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-    ),
+    "deepseek-v3, latent attention": lambda: made(t.DeepseekV3ForCausalLM, t.DeepseekV3Config, **LATENT),
     "deepseek-v3.2, indexed": lambda: made(
         t.DeepseekV32ForCausalLM,
         t.DeepseekV32Config,
-        first_k_dense_replace=2,
-        num_key_value_heads=2,
-        q_lora_rank=8,
-        kv_lora_rank=8,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
+        **LATENT,
         index_n_heads=2,
         index_head_dim=16,
         index_topk=256,  # more than are there: in shorter texts ties decide which are taken

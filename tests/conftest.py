@@ -12,16 +12,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 @pytest.fixture(scope="session")
 def tiny_pair_dirs(tmp_path_factory):
     """(target folder, draft folder): a random 2-layer Llama and a noisy copy, with a byte-level chat tokenizer."""
-    from models_for_tests import byte_tokenizer, noisy_copy, tiny_llama
+    from models_for_tests import saved_pair, tiny_llama
 
-    target = tiny_llama(0, eos_token_id=383)
-    folders = []
-    for name, model in {"target": target, "draft": noisy_copy(target, 1)}.items():
-        folder = tmp_path_factory.mktemp("models") / name
-        model.save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        folders.append(folder)
-    return tuple(folders)
+    return saved_pair(tiny_llama(0, eos_token_id=383), tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,19 @@ def tiny_config(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**(settings | changes))
 
 
+QUANTIZABLE = {  # sizes of a model whose weights are as wide as groups of quantised ones
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+    "pad_token_id": None,
+}
+
+
 def tiny_llama(seed: int, **changes: Any) -> LlamaForCausalLM:
     """A 2-layer random Llama in fp32."""
     torch.manual_seed(seed)
@@ -76,6 +90,16 @@ def noisy_copy(model: PreTrainedModel, seed: int, scale: float = 0.05) -> PreTra
         for parameter in copy.parameters():
             parameter += scale * parameter.std() * torch.randn(parameter.shape, generator=generator)
     return copy
+
+
+def saved_pair(target: PreTrainedModel, parent: Path) -> tuple[Path, ...]:
+    """(target folder, draft folder): the model and a noisy copy of it, with a byte-level chat tokenizer."""
+    folders = []
+    for name, model in {"target": target, "draft": noisy_copy(target, 1)}.items():
+        folders.append(parent / name)
+        model.save_pretrained(folders[-1])
+        byte_tokenizer().save_pretrained(folders[-1])
+    return tuple(folders)
 
 
 class ScriptedModel(torch.nn.Module):

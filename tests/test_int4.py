@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 import torch
-from models_for_tests import tiny_config
+from models_for_tests import QUANTIZABLE, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
@@ -24,18 +24,7 @@ from fly_cli.int4 import (
     reference_reads,
 )
 
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.1,
-    "max_position_embeddings": 2048,
-    "pad_token_id": None,
-}
+SIZES = QUANTIZABLE | {"max_position_embeddings": 2048}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,

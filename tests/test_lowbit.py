@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
-from models_for_tests import byte_tokenizer, noisy_copy, tiny_config, tiny_llama
+from models_for_tests import saved_pair, tiny_config, tiny_llama
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config
 
@@ -42,13 +42,7 @@ ON_CPUS = pytest.mark.parametrize("kind", [pytest.param(kind, marks=needs[TORCHA
 def folders(tmp_path_factory):
     """(target, draft): models whose layers are large enough to be quantised."""
     target = tiny_llama(0, initializer_range=0.1, eos_token_id=383, **SIZES)
-    made = []
-    for name, model in {"target": target, "draft": noisy_copy(target, 1)}.items():
-        folder = tmp_path_factory.mktemp("lowbit") / name
-        model.save_pretrained(folder)
-        byte_tokenizer().save_pretrained(folder)
-        made.append(folder)
-    return tuple(made)
+    return saved_pair(target, tmp_path_factory.mktemp("lowbit"))
 
 
 @pytest.fixture

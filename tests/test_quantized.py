@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from models_for_tests import QUANTIZABLE as SIZES
 from models_for_tests import tiny_config, tiny_llama
 from safetensors.torch import load_file
 from torch import nn
@@ -24,17 +25,6 @@ from fly_cli.quantized import (
     worth_quantizing,
 )
 
-SIZES = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 32,
-    "initializer_range": 0.1,
-    "pad_token_id": None,
-}
 FAMILIES = {
     "llama": tiny_config(initializer_range=0.1),
     "llama, tied": tiny_config(initializer_range=0.1, tie_word_embeddings=True),

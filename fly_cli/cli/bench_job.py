@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -216,7 +216,7 @@ class Job:
             write_whole(self.folder / "summary.json", to_json(summary))
             drawn = report.write_plots(summary, self.folder) if plots else []
             write_whole(self.folder / "report.md", report.to_markdown(summary, drawn).encode())
-        text = to_text(summary) if as_json else report.format_table(summary)
+        text = json_text(summary) if as_json else report.format_table(summary)
         write(self.table_to or sys.stdout, text.rstrip("\n") + "\n")
         return errors
 
@@ -244,9 +244,5 @@ def show_comparison(a: Path, b: Path, *, as_json: bool) -> None:
         header = read_header(folder)
         both += [report.summarise(header, Results(folder).rows()), Results(folder).rows()]
     comparison = report.compare(*both)
-    text = to_text(comparison) if as_json else report.format_comparison(comparison, a.name, b.name)
+    text = json_text(comparison) if as_json else report.format_comparison(comparison, a.name, b.name)
     write(sys.stdout, text.rstrip("\n") + "\n")
-
-
-def to_text(value: Mapping[str, Any]) -> str:
-    return json_text(value)
