@@ -16,7 +16,7 @@ import torch
 from .bench_plan import PEERS, WARMUP_TOKENS, Arm, Plan, labels_of, prompt_seed, turn_prompt, turns_of
 from .bench_rows import Answered, Key, Row, failed_row, ok_row
 from .decode import decode
-from .errors import FlyError
+from .errors import FlyError, is_out_of_memory, out_of_memory
 from .events import Finished, Round, Started
 from .peers import answer_with
 from .prompts import Prompt
@@ -81,7 +81,7 @@ def measure(pair: Pair, prompt: Prompt, kind: str, settings: DecodeSettings, key
     try:
         answered = answer(pair, prompt, kind, settings)
     except Exception as error:  # what one turn cannot do says nothing about the others
-        failure = describe_failure(error)
+        failure = describe_failure(error, pair)
     costs = {"peak_memory_bytes": memory.read(), "wall_s": perf_counter() - began}
     if failure is not None:
         forget(pair)
@@ -120,7 +120,7 @@ def warm_up(pair: Pair, plan: Plan, times: int) -> Iterator[str]:
             try:
                 answer(pair, plan.prompts[0], arm.kind, replace(arm.settings, max_new_tokens=few, seed=0))
             except Exception as error:
-                yield f"the warm-up of `{arm.name}` failed: {describe_failure(error)}"
+                yield f"the warm-up of `{arm.name}` failed: {describe_failure(error, pair)}"
     forget(pair)
 
 
@@ -137,15 +137,13 @@ def release_memory() -> None:
         torch.accelerator.empty_cache()
 
 
-def describe_failure(error: Exception) -> str:
+def describe_failure(error: Exception, pair: Pair) -> str:
     """What went wrong, and what to do about it, on one line."""
+    if is_out_of_memory(error):
+        error = out_of_memory(f"answering beside {pair.sizes()}", error)
     if isinstance(error, FlyError):
         return f"{error.message} ({error.hint})" if error.hint else error.message
-    detail = " ".join(str(error).split())[:300]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in detail:
-        size = f" ({detail})" if detail else ""
-        return f"memory ran out{size}: use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt"
-    return f"{type(error).__name__}: {detail}"
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class PeakMemory:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from .cache_layers import can_rewind, not_causal, not_rewindable
+from .errors import UnsupportedModelError
 from .lookup import common_prefix
 from .rope import LengthRope, context_length
 
@@ -194,12 +195,22 @@ class CachedModel:
         try:
             self._forward([0], 0, 1, 1)
         except (TypeError, ValueError) as error:  # it takes no cache, or has no layer that counts tokens
-            raise not_rewindable(self.name, self.model) from error
+            raise self._refusal() from error
         if not can_rewind(self.model, self._cache) or self._cache.get_seq_length() != 1:
-            raise not_rewindable(self.name, self.model)
+            raise self._refusal()
         self.reset()
         self.forward_seconds = 0.0
         self.timings.clear()
+
+    def _refusal(self) -> UnsupportedModelError:
+        """Why the cache is not what it should be."""
+        taken = inspect.signature(self.model.forward).parameters
+        if "cache" in taken or "past_key_values" not in taken:
+            return not_rewindable(self.name, self.model)
+        return UnsupportedModelError(
+            f"the code of `{self.name}` is for another release of transformers: it takes `past_key_values`, no `cache`",
+            hint="use a model that transformers itself has code for",
+        )
 
 
 def prefill_rows(length: int) -> int:

@@ -14,6 +14,7 @@ from .models import quiet_libraries
 from .pairing import DRAFTS, Outlook, examine
 from .placement import PLANNED_TOKENS, bytes_by_device
 from .progress import Progress
+from .requirements import refuse_other_releases
 from .rope import context_length
 from .settings import LOOKUP, ModelSettings
 from .vocabulary import Vocabularies, load_tokenizer, special_tokens
@@ -101,8 +102,10 @@ class Check:
 def check_pair(settings: ModelSettings, catalog: Catalog, progress: Progress) -> Check:
     """What is known of the pair that `settings` names; of its files only small ones are fetched.
 
-    Raises what `locate_description` and `examine` raise, and `ModelError` for a GGUF file that is not converted yet.
+    Raises what `refuse_other_releases`, `locate_description` and `examine` raise, and `ModelError` for a GGUF file
+    that is not converted yet.
     """
+    refuse_other_releases()
     names = [settings.target] if settings.draft in (None, LOOKUP) else [settings.target, str(settings.draft)]
     with quiet_libraries():
         folders = [described(name, catalog, settings, progress) for name in names]

@@ -16,6 +16,8 @@
 Anything else that escapes is a bug and keeps its traceback.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -87,9 +89,30 @@ class DecodeError(FlyError):
     pass
 
 
-def out_of_memory(doing: str) -> OutOfMemoryError:
-    """What to tell a user whose memory ran out while `doing` something."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether it is Python's or torch's way to say so (told by name: torch need not be imported for it)."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and ("OutOfMemoryError" in kinds or "can't allocate memory" in str(error) or "not enough memory" in str(error))
+    )
+
+
+def out_of_memory(doing: str, error: BaseException | None = None) -> OutOfMemoryError:
+    """What to tell a user whose memory ran out while `doing` something, and what the library said of it."""
+    said = f" ({' '.join(str(error).split())[:200]})" if str(error or "") else ""
     return OutOfMemoryError(
-        f"memory ran out while {doing}",
+        f"memory ran out while {doing}{said}",
         hint="use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or a shorter prompt",
     )
+
+
+@contextmanager
+def memory_errors(doing: str) -> Iterator[None]:
+    """Memory that runs out while `doing` something is an error that the user can act on, not a bug."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise out_of_memory(doing, error) from error

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from .cached_model import CachedModel
-from .errors import ModelError, SettingsError, out_of_memory
+from .errors import ModelError, SettingsError, is_out_of_memory, memory_errors
 from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
 from .placement import Placement, Skeleton, gigabytes, place_draft, skeleton
@@ -42,6 +42,12 @@ class Source:
 
 def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
     """The model in the form that its place says, or in another where its int4 form cannot be had; and where it is."""
+    with memory_errors(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})"):
+        return load_in_form(source, place)
+
+
+def load_in_form(source: Source, place: Placement) -> tuple[Any, Placement]:
+    """As `load_placed`; memory errors are those of the libraries."""
     if place.quantize not in (OWN_INT4, OWN_INT8):
         return load_model(source.located, place, source.settings, source.progress), place
     with join_team(source.settings.processes).in_turn():  # what one has prepared, others only read
@@ -76,11 +82,9 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
             output_loading_info=True,
             **quantized,
         )
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
     except Exception as error:  # files may hold anything, and their readers raise anything about it
-        if "can't allocate memory" in str(error):
-            raise out_of_memory(f"loading `{place.name}` ({gigabytes(place.weight_bytes)})") from error
+        if is_out_of_memory(error):
+            raise
         raise ModelError(
             f"`{place.name}` cannot be loaded: {one_line(error)}", hint=f"check or remove the folder `{located.path}`"
         ) from error

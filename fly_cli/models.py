@@ -29,9 +29,11 @@ from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, choose_dtype
 from .processes import ALONE, Alone
 from .progress import Progress, Silent
+from .requirements import PACKAGE, refuse_other_releases
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
 from .spelling import Translation
+from .storage import size_text
 from .team import join_team, lost_processes
 from .text import Codec
 from .vocabulary import Match
@@ -68,6 +70,10 @@ class Pair:
         """The target, and the draft model if there is one."""
         return [model for model in (self.target, self.draft) if model is not None]
 
+    def sizes(self) -> str:
+        """What the weights of each model take, for people."""
+        return " and ".join(f"{size_text(place.weight_bytes)} of `{place.name}`" for place in self.placements)
+
     def remember_costs(self) -> None:
         """Keep what this run's forwards took, for the schedule of later runs."""
         store_costs(self.placements, self.models)
@@ -93,6 +99,7 @@ def load_pair(
     In mode `target` no draft model is loaded. Raises `ModelNotFoundError`, `DownloadError`, `UnsupportedModelError`,
     `OutOfMemoryError` or `SettingsError`; all that can be known without the weights is refused before they load.
     """
+    refuse_other_releases()
     settings = settings or ModelSettings()
     catalog = catalog or load_catalog()
     progress = progress or Silent()
@@ -120,6 +127,7 @@ def assemble(
     folders: Sequence[Located], settings: ModelSettings, text_settings: TextSettings, progress: Progress
 ) -> Pair:
     """The pair of models in these folders: the target's, then perhaps the draft's."""
+    names = [settings.target, str(settings.draft)]
     outlook = examine(folders, settings)
     outlook.refuse()
     codec, translation = codec_of(outlook, folders, 0, text_settings, settings), None
@@ -127,17 +135,19 @@ def assemble(
         translation = translation_of(outlook, folders, codec, settings)
         difference = outlook.vocabularies.describe()
         progress.note(f"`{settings.draft}` drafts for `{settings.target}` by way of the text: {difference}")
+    elif outlook.vocabularies is not None and (extra := outlook.vocabularies.describe_extra(*names)):
+        progress.note(extra)
     sizes = [codec.vocab_size, translation.draft.codec.vocab_size if translation else codec.vocab_size]
     loaded = load_and_try(folders, outlook, sizes, settings, progress)
     if loaded is None:
         gc.collect()  # what was loaded goes before the same is loaded again
-        names = [place.name for place in outlook.places]
         if settings.draft_quantize != "auto" and outlook.places[-1].quantize == OWN_INT8:
             raise SettingsError(
-                f"`{names[-1]}` cannot run with int8 weights: its code looks at the weights of its layers",
+                f"`{names[1]}` cannot run with int8 weights: its code looks at the weights of its layers",
                 hint="use `--draft-quantize none`",
             )
-        progress.note(f"{' or '.join(names)} looks at the weights of its layers, and so runs without the faster ones")
+        looks = " or ".join(names[: len(folders)])
+        progress.note(f"{looks} looks at the weights of its layers, and so runs without the faster ones")
         plain = settings if settings.draft_quantize != "auto" else replace(settings, draft_quantize="none")
         outlook = examine(folders, plain)
         outlook.refuse()
@@ -240,6 +250,6 @@ def quiet_libraries() -> Iterator[None]:
 
 def versions(libraries: Iterable[str] = ()) -> dict[str, str]:
     """Versions of what the result depends on, the libraries that quantised its weights included."""
-    packages = {"fly": "fly-decode", "torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
+    packages = {"fly": PACKAGE, "torch": "torch", "transformers": "transformers", "accelerate": "accelerate"}
     packages |= {name: name for name in libraries}
     return {name: version(package) for name, package in packages.items()} | {"python": python_version()}

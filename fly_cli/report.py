@@ -98,12 +98,16 @@ def notes_on(arm: str, own: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[
     if own["num_failed_prompts"]:
         of = own["num_ok_prompts"] + own["num_failed_prompts"]
         yield f"{arm}: {own['num_failed_prompts']} of {of} prompts failed; what failed is in no figure"
+    answered = figures.answered(rows)
+    if own["num_timed_rows"] < len(answered):
+        timed = f"{own['num_timed_rows']} of {len(answered)} answers"
+        yield f"{arm}: the time per token is that of {timed}; the others ended with their first token"
     for base in (TARGET, EXACT):
         against = own[f"speedup_vs_{base}"]
         if against and against["num_unpaired_prompts"] and arm != base:
             both, one = against["num_prompts"], against["num_unpaired_prompts"]
             yield f"{arm}: compared with {base} on {both} prompts; answered by one of them only: {one}"
-    unscored = [row for row in figures.answered(rows) if row.get("scorer") and row.get("score") is None]
+    unscored = [row for row in answered if row.get("scorer") and row.get("score") is None]
     if unscored:
         code = (
             " (`--run-code` runs what they wrote)" if any(row["scorer"] == "python_tests" for row in unscored) else ""

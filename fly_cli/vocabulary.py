@@ -42,6 +42,15 @@ class Vocabularies:
         """The ids that only the larger table has."""
         return range(min(self.rows), max(self.rows))
 
+    def describe_extra(self, target: str, draft: str) -> str:
+        """In a sentence without a full stop, which tokens only one side has; empty where there are none."""
+        if self.tokens is None or self.num_shared_ids is None:
+            return ""
+        own, other = (count - self.num_shared_ids for count in self.tokens)
+        told = [f"`{target}` has {tokens_text(own)} that `{draft}` lacks: they are not drafted"] if own else []
+        told += [f"`{draft}` has {tokens_text(other)} that `{target}` lacks: they are not used"] if other else []
+        return "; ".join(told)
+
     def describe(self) -> str:
         """In a sentence without a full stop."""
         target, draft = self.rows
@@ -143,6 +152,10 @@ def special_tokens(tokenizer: Any, end_ids: Collection[int]) -> SpecialTokens:
         named=named,
         special=tuple(added[token_id].content for token_id in sorted(added) if added[token_id].special),
     )
+
+
+def tokens_text(count: int) -> str:
+    return "1 token" if count == 1 else f"{count} tokens"
 
 
 def some(tokens: Sequence[str]) -> str:

@@ -39,6 +39,9 @@ class FakePair:
     def codec(self) -> Any:
         return SimpleNamespace(encode=lambda prompt: SimpleNamespace(template_source="chat_template.jinja"))
 
+    def sizes(self) -> str:
+        return "1.0 MB of `a/target`"
+
     def describe(self) -> dict[str, Any]:
         place = {"model": "tiny", "dtype": "float32", "weight_bytes": 12_000_000, "devices": {"cpu": 1}}
         return {

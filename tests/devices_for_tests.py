@@ -13,6 +13,7 @@ import torch
 from accelerate import dispatch_model
 from models_for_tests import byte_tokenizer, noisy_copy, tiny_llama
 
+from fly_cli import cached_model
 from fly_cli.cached_model import CachedModel
 from fly_cli.decode import decode
 from fly_cli.events import Drafted, Round
@@ -43,6 +44,23 @@ DRAFT_TOKENS, COUNT = 5, 16
 CODEC = Codec(byte_tokenizer(), settings=TextSettings(raw=True), end_ids=(), vocab_rows=384)
 
 
+class Clock:
+    """A clock on which nothing takes time but waiting for a device, a second each time."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def wait(self, device: torch.device) -> None:
+        assert device.type == "fake"
+        self.now += 1.0
+
+
+clock = Clock()
+
+
 def placed(model: Any, place: Any) -> CachedModel:
     """A copy of the model at its place."""
     model = copy.deepcopy(model)
@@ -56,9 +74,12 @@ def placed(model: Any, place: Any) -> CachedModel:
 
 
 def facts(pair: Pair, settings: dict[str, Any], transfers: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """The ids of an answer, and the transfers of its rounds: while drafting, and while verifying."""
+    """The ids of an answer, the transfers of its rounds (while drafting, while verifying), and a forward's seconds."""
     ids, drafting, verifying = [], [], []
     transfers.clear()
+    for model in pair.models:
+        model.forward_seconds = 0.0
+        model.timings.clear()
     made = DecodeSettings(max_new_tokens=COUNT, draft_tokens=DRAFT_TOKENS, draft_schedule="constant", **settings)
     for event in decode(pair, Prompt(id="p", messages=None, text=TEXT), made):
         match event:
@@ -68,13 +89,15 @@ def facts(pair: Pair, settings: dict[str, Any], transfers: list[tuple[str, str, 
                 verifying.append(list(transfers))
                 ids += [token.id for token in event.tokens]
         transfers.clear()
-    return {"ids": ids, "drafting": drafting, "verifying": verifying}
+    seconds = [model.forward_seconds / sum(map(len, model.timings.values())) for model in pair.models]
+    return {"ids": ids, "drafting": drafting, "verifying": verifying, "seconds": seconds}
 
 
 def main() -> None:
     from fake_device import fake_devices  # here: from then on torch takes the fake device for its accelerator
 
-    torch.accelerator.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.accelerator.synchronize = clock.wait  # type: ignore[assignment]
+    cached_model.perf_counter = clock  # type: ignore[assignment]
     target = tiny_llama(0, attn_implementation="eager")
     draft = noisy_copy(target, 1)
     found: dict[str, dict[str, Any]] = {}

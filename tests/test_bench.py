@@ -193,13 +193,13 @@ def test_memory_that_runs_out_is_told_with_what_to_do_and_the_run_goes_on(pair, 
     monkeypatch.setattr(pair.target, "_forward", forward)
     rows = list(run(Plan(prompts(3), arms("target")), pair))
     assert [row["status"] for row in rows] == ["ok", "failed", "ok"]
-    assert "memory ran out" in rows[1]["error"] and "--draft lookup" in rows[1]["error"]
+    assert "memory ran out while answering beside " in rows[1]["error"] and "--draft lookup" in rows[1]["error"]
     assert rows[1]["wall_s"] > 0
 
 
 def test_other_errors_are_named_with_their_type(pair):
-    assert describe_failure(ValueError("a\n b")) == "ValueError: a b"
-    assert describe_failure(DecodeError("broken", "mend it")) == "broken (mend it)"
+    assert describe_failure(ValueError("a\n b"), pair) == "ValueError: a b"
+    assert describe_failure(DecodeError("broken", "mend it"), pair) == "broken (mend it)"
 
 
 def test_an_interrupt_is_no_failed_row(pair, monkeypatch):

@@ -3,11 +3,11 @@ import random
 import pytest
 import torch
 from architectures import ALL, CONTEXT, DYNAMIC, EXACT, RECURRENT, WINDOW, OneByOne, Uncached
-from models_for_tests import tiny_llama
+from models_for_tests import tiny_config, tiny_llama
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import BertConfig, BertLMHeadModel
+from transformers import BertConfig, BertLMHeadModel, LlamaForCausalLM
 
 from fly_cli import cached_model
 from fly_cli.cached_model import CachedModel
@@ -199,6 +199,25 @@ def test_an_interrupted_forward_leaves_an_empty_cache_and_right_logits():
 def test_a_model_that_cannot_be_rewound_is_refused_by_its_type(name):
     with pytest.raises(UnsupportedModelError, match=name):
         CachedModel(RECURRENT[name]().float().eval(), name="some/model")
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["unknown argument", "ignored argument"])
+def test_a_model_whose_code_is_of_another_release_is_refused_for_that_reason(swallows):
+    """Models used to be handed `past_key_values`, and code that comes with a model may still want it."""
+
+    class Old(LlamaForCausalLM):
+        if swallows:
+
+            def forward(self, input_ids, past_key_values=None, use_cache=True, **others):
+                return super().forward(input_ids, use_cache=False)
+
+        else:
+
+            def forward(self, input_ids, past_key_values=None, use_cache=True):
+                return super().forward(input_ids, use_cache=False)
+
+    with pytest.raises(UnsupportedModelError, match="code of `some/model` is for another release"):
+        CachedModel(Old(tiny_config()).eval(), name="some/model")
 
 
 def test_a_model_that_reads_in_both_directions_is_refused():

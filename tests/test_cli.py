@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -422,7 +423,20 @@ def test_running_out_of_memory_is_an_error_with_three_options(fly: Fly, error: E
     assert outcome.out == "First d0.0 t0 \n"
     first, _, hint = outcome.err.splitlines()
     assert first.startswith("error: memory ran out while decoding")
+    assert isinstance(error, OutOfMemoryError) or "decoding beside 1.0 MB of `a/target`" in first
     assert hint.startswith("hint: use a smaller draft or `--draft lookup`, `--dtype bfloat16`, or")
+    assert outcome.code == 1
+
+
+def test_memory_that_runs_out_in_the_prefill_is_told_with_the_sizes_of_the_weights(fly: Fly) -> None:
+    def events(prompt: Prompt) -> Iterator[Event]:
+        raise MemoryError
+        yield
+
+    fly.answers(events)
+    outcome = fly("generate", "-q", "hi")
+    assert outcome.out == ""
+    assert outcome.err.startswith("error: memory ran out while reading the prompt beside 1.0 MB of `a/target`\n")
     assert outcome.code == 1
 
 
@@ -544,6 +558,44 @@ def test_running_the_package_is_running_fly() -> None:
     )
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: `--max-new-tokens` is 0\n\nhint: ")
+
+
+UNCONNECTED = """
+import socket, sys
+
+def refuse(*given, **named):
+    raise AssertionError(f"a connection was made: {given}")
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = refuse
+from fly_cli.cli import main
+
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("offline, kept", [("--offline", "folders"), ("HF_HUB_OFFLINE", "hub cache")])
+def test_offline_cached_models_answer_without_a_connection_or_a_warning(
+    tiny_pair_dirs: tuple[Path, Path], tmp_path: Path, offline: str, kept: str
+) -> None:
+    names = [str(folder) for folder in tiny_pair_dirs]
+    if kept == "hub cache":
+        names = ["owner/target", "owner/draft"]
+        for name, folder in zip(names, tiny_pair_dirs, strict=True):
+            repository = tmp_path / f"models--{name.replace('/', '--')}"
+            shutil.copytree(folder, repository / "snapshots" / ("a" * 40))
+            (repository / "refs").mkdir()
+            (repository / "refs" / "main").write_text("a" * 40)
+    command = [sys.executable, "-c", UNCONNECTED, "generate", "-n", "8", "--target", names[0], "--draft", names[1]]
+    environment = os.environ | {"HF_HUB_CACHE": str(tmp_path), "XDG_CONFIG_HOME": str(tmp_path)}
+    if offline == "--offline":
+        command.append(offline)
+    else:
+        environment[offline] = "1"
+    done = subprocess.run([*command, "abc"], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr.count("error")) == (0, 0), done.stderr
+    assert [
+        line for line in done.stderr.splitlines() if not line.startswith(("note: ", "8 tokens"))
+    ] == []  # no warnings
 
 
 # --- with models ----------------------------------------------------------------------------------------------------

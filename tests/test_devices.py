@@ -49,3 +49,12 @@ def test_only_ids_go_from_model_to_model(found, way):
     assert max(to_host) <= COLUMNS * ROWS  # ids and what is asked about them, never logits or states
     if way != "sampled":  # there the noise goes to both
         assert max(size for _, home, size in transfers if home != "cpu") <= len(TEXT) + COUNT  # the text's ids
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_the_clock_of_a_forward_is_read_when_its_device_has_finished(found, place, way):
+    """On the clock of these models only waiting for a device takes time: a second."""
+    homes = [home for home in PLACES[place] if home]
+    for seconds, home in zip(found[place][way]["seconds"], homes, strict=True):
+        assert seconds == (0 if home == "cpu" else 1)

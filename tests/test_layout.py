@@ -50,6 +50,7 @@ RANKS = [
         "costs",
         "loading",
         "models",
+        "requirements",
     }
     | {"machine", "processes", "team"},
     {"draft", "translate", "answer"},

@@ -14,6 +14,7 @@ from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsEr
 from fly_cli.models import load_pair
 from fly_cli.pairing import end_ids
 from fly_cli.progress import Silent
+from fly_cli.prompts import Prompt
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
 from fly_cli.vocabulary import Match, compare_vocabularies
 
@@ -109,6 +110,26 @@ def test_a_target_that_is_partly_on_disk_writes_the_same_text(tiny_pair_dirs, tm
     assert [token.id for token in drafted.tokens] == [token.id for token in plain.tokens]
     assert drafted.summary.num_accepted_draft_tokens > 0
     assert [record.getMessage() for record in caplog.records] == []  # nothing of accelerate's about meta devices
+
+
+def on_meta(model):
+    """The modules that have parameters without data."""
+    return [
+        module
+        for module in model.modules()
+        if any(one.device.type == "meta" for one in module.parameters(recurse=False))
+    ]
+
+
+def test_no_parameter_is_left_without_data_but_where_a_hook_brings_it_in_time(tiny_pair_dirs, tmp_path):
+    for pair in (load(*tiny_pair_dirs), load(*tiny_pair_dirs, draft_quantize="none", dtype="bfloat16")):
+        assert not on_meta(pair.target.model) and not on_meta(pair.draft.model)
+    layers = {"model.embed_tokens": "disk", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    layers |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "disk"}
+    pair = load(*tiny_pair_dirs, device_map=layers, offload_folder=str(tmp_path / "off"))
+    away = on_meta(pair.target.model)
+    assert away and all(hasattr(module, "_hf_hook") for module in away)
+    assert not on_meta(pair.draft.model)
 
 
 def spoil(folder, change):
@@ -232,6 +253,63 @@ def test_nulls_among_the_end_ids_of_a_generation_config_are_skipped(folder):
     assert 280 in load(folder).codec.stop_ids
 
 
+def with_generation_config(folder, to, **settings):
+    """A copy of a model folder with another generation config."""
+    copy = shutil.copytree(folder, to)
+    (copy / "generation_config.json").write_text(json.dumps(settings))
+    return copy
+
+
+def test_sampling_settings_and_limits_of_a_checkpoint_change_nothing_on_either_side(tiny_pair_dirs, tmp_path):
+    leaking = {"do_sample": True, "temperature": 0.7, "top_k": 3, "repetition_penalty": 1.9, "max_length": 20}
+    leaking["eos_token_id"] = 383
+    target = with_generation_config(tiny_pair_dirs[0], tmp_path / "target", **leaking)
+    draft = with_generation_config(tiny_pair_dirs[1], tmp_path / "draft", **leaking | {"temperature": 1.5})
+    pairs = [load(*tiny_pair_dirs), load(target, draft)]
+    lengths = []
+    for mode in ("target", "exact", "fly"):
+        for text in ("abc", "the an in", "0"):
+            settings = DecodeSettings(mode=mode, max_new_tokens=40, draft_schedule="constant")
+            plain, other = (generate(pair, text, settings).tokens for pair in pairs)
+            assert [token.id for token in other] == [token.id for token in plain]
+            lengths.append(len(plain))
+    assert max(lengths) > leaking["max_length"]
+
+
+@pytest.mark.parametrize("place", ["list", "int", "config alone"])
+def test_an_answer_ends_at_the_first_end_id_of_any_source_and_the_result_names_it(tiny_pair_dirs, tmp_path, place):
+    settings = DecodeSettings(mode="target", max_new_tokens=40)
+    endless = [token.id for token in generate(load(tiny_pair_dirs[0]), "abc", settings).tokens]
+    end = endless[10]
+    listed = {"eos_token_id": end if place == "int" else [9999, end]}
+    folder = with_generation_config(tiny_pair_dirs[0], tmp_path / "model", **listed)
+    if place == "config alone":
+        (folder / "generation_config.json").unlink()
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [5, end]}))
+    result = generate(load(folder), "abc", settings)
+    assert (result.summary.finish_reason, result.events[-1].stop_id) == ("stop", end)
+    assert [token.id for token in result.tokens] == endless[: endless.index(end) + 1]
+
+
+def test_prompt_tokens_are_read_even_where_they_are_the_pad_token(tiny_pair_dirs, tmp_path):
+    padded = shutil.copytree(tiny_pair_dirs[0], tmp_path / "padded")
+    config = json.loads((padded / "config.json").read_text())
+    pad = byte_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    (padded / "config.json").write_text(json.dumps(config | {"pad_token_id": pad}))
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<|im_end|>"
+    tokenizer.save_pretrained(padded)
+    chat = Prompt("p", tuple({"role": role, "content": "abc"} for role in ("user", "assistant", "user")))
+    settings = DecodeSettings(mode="target", max_new_tokens=20)
+    found = []
+    for folder in (tiny_pair_dirs[0], padded):
+        pair = load_pair(ModelSettings(target=str(folder), draft=LOOKUP, device_map="cpu", dtype="float32"))
+        assert pair.codec.encode(chat).ids.count(pad) >= 3
+        found.append([token.id for token in generate(pair, chat, settings).tokens])
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("content", ["[]", "5", '{"model": {"type": "BPE"}}'])
 def test_a_tokenizer_file_of_another_kind_is_an_error_in_one_line(folder, content):
     (folder / "tokenizer.json").write_text(content)
@@ -282,6 +360,20 @@ def test_memory_that_runs_out_while_loading_is_an_error_with_options(tiny_pair_d
     with pytest.raises(OutOfMemoryError, match=r"loading .*target.* \(.*B\)") as caught:
         load(tiny_pair_dirs[0])
     assert caught.value.hint.count(",") >= 2
+
+
+@pytest.mark.parametrize("form", ["none", "int8"])
+def test_memory_that_runs_out_while_the_draft_loads_names_the_draft_and_its_size(tiny_pair_dirs, monkeypatch, form):
+    real = loading.load_in_form
+
+    def fail_for_the_draft(source, place):
+        if source.located.path.name == "draft":
+            raise MemoryError
+        return real(source, place)
+
+    monkeypatch.setattr(loading, "load_in_form", fail_for_the_draft)
+    with pytest.raises(OutOfMemoryError, match=r"memory ran out while loading `.*draft` \(.*B\)$"):
+        load(*tiny_pair_dirs, draft_quantize=form)
 
 
 # Vocabularies
@@ -338,6 +430,21 @@ def test_ids_that_one_side_lacks_and_renamed_special_tokens_do_not_matter(tiny_p
 
     other_tokenizer(folder, rename)
     assert compare_vocabularies(tiny_pair_dirs[0], folder, rows=(384, 384)).kind is Match.SAME
+
+
+def test_tokens_that_one_side_lacks_are_told_in_one_note(tiny_pair_dirs, folder):
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens(["<extra>"])
+    tokenizer.save_pretrained(folder)
+    told = {}
+    for target, draft in [(tiny_pair_dirs[0], folder), (folder, tiny_pair_dirs[1]), tiny_pair_dirs]:
+        notes = Notes()
+        load_pair(ModelSettings(target=str(target), draft=str(draft), device_map="cpu"), progress=notes)
+        told[target.name, draft.name] = [note for note in notes.texts if "lacks" in note]
+    name, target, draft = folder.name, *(one.name for one in tiny_pair_dirs)
+    assert [len(notes) for notes in told.values()] == [1, 1, 0]
+    assert f"{name}` has 1 token that" in told[target, name][0] and told[target, name][0].endswith("are not used")
+    assert f"{name}` has 1 token that" in told[name, draft][0] and told[name, draft][0].endswith("are not drafted")
 
 
 def fed_ids(model):

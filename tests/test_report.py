@@ -182,6 +182,16 @@ def test_the_score_is_the_mean_of_the_rows_that_have_one():
     assert overall([make_row("c", "fly")])["score"] is None
 
 
+def test_a_mean_says_of_how_many_answers_it_is():
+    rows = [make_row("a", "fly"), make_row("b", "fly", tokens=1, decode_s=0.0), make_row("c", "fly", tokens=21)]
+    summary = summarise(HEADER, rows)
+    assert summary["overall"]["fly"]["num_timed_rows"] == 2
+    assert summary["overall"]["fly"]["tpot_ms"] == (1000 + 500) / 2
+    note = "fly: the time per token is that of 2 of 3 answers; the others ended with their first token"
+    assert summary["notes"] == [note]
+    assert summarise(HEADER, [rows[0]])["notes"] == []
+
+
 def test_repeats_have_a_median_and_a_spread_over_what_all_of_them_answered():
     rows = [make_row("a", "fly", decode_s=seconds, repeat=repeat) for repeat, seconds in enumerate([10.0, 5.0, 4.0])]
     rows.append(make_row("b", "fly", decode_s=100.0, repeat=0))  # the others did not come to it

@@ -272,6 +272,8 @@ def test_a_gguf_file_becomes_a_folder_with_the_same_model_once(tiny, cache):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
     tokenizer = AutoTokenizer.from_pretrained(found.path)
     assert tokenizer.decode(tokenizer.encode("this <|im_end|>")) == "this <|im_end|>"
+    for marker in ("<|im_start|>", "<|im_end|>", "<|endoftext|>"):
+        assert len(tokenizer.encode(marker)) == 1
     assert tokenizer.apply_chat_template([{"content": "hi"}], tokenize=False) == "<|im_start|>hi<|im_end|>"
     assert loaded.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
     facts = json.loads((found.path / "fly.json").read_text())

@@ -27,13 +27,12 @@ from ..bench_rows import (
 )
 from ..catalog import Catalog
 from ..config import Effective
-from ..errors import FlyError, UsageError
+from ..errors import FlyError, UsageError, memory_errors
 from ..json_text import json_text
 from ..processes import ENDED_EARLY, Processes
 from ..prompts import Prompt
 from ..render import write
 from ..settings import LOOKUP
-from . import common
 from .bench_view import make_view
 from .generate import closing_progress, load
 from .process import interruption
@@ -112,7 +111,7 @@ class Job:
         """The pair, and the draft model that transformers works with."""
         from ..models import with_assistant
 
-        with common.memory_errors("loading the models"), closing_progress(self.talk.progress()) as progress:
+        with memory_errors("loading the models"), closing_progress(self.talk.progress()) as progress:
             return with_assistant(pair, progress)
 
     def with_kept_costs(self, pair: Pair) -> Pair:

@@ -6,8 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 
 from ..catalog import Catalog, load_catalog
 from ..config import COLORS, DEFAULTS, TYPES, Config, Effective, Value, load_config, parse_max_memory, resolve
-from ..errors import UsageError, out_of_memory
+from ..errors import UsageError
 from ..graphemes import visible_line
 from ..machine import processor_name
 from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, QUANTIZATIONS, SCHEDULES
@@ -380,24 +379,3 @@ def yaml_comment(text: str) -> str:
 
 def escape_for_yaml(text: str) -> str:
     return NOT_IN_YAML.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-@contextmanager
-def memory_errors(doing: str) -> Iterator[None]:
-    """Memory that runs out while `doing` something is an error that the user can act on, not a bug."""
-    try:
-        yield
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        size = f" ({' '.join(str(error).split())[:200]})" if str(error) else ""
-        raise out_of_memory(doing + size) from error
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether it is Python's or torch's way to say so (told by name, so that torch need not be imported)."""
-    kinds = {kind.__name__ for kind in type(error).__mro__}
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError)
-        and ("OutOfMemoryError" in kinds or "can't allocate memory" in str(error) or "not enough memory" in str(error))
-    )

@@ -16,7 +16,7 @@ import typer
 
 from ..catalog import Catalog, load_catalog
 from ..config import Config, Effective
-from ..errors import FlyError, LostProcessError, OutOfMemoryError, PromptError, UsageError
+from ..errors import FlyError, LostProcessError, OutOfMemoryError, PromptError, UsageError, memory_errors
 from ..events import Started
 from ..json_text import json_text
 from ..processes import join
@@ -197,7 +197,7 @@ def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
             quiet_imports()
             from ..models import load_pair
         interruption.check()
-        with common.memory_errors("loading the models"), closing_progress(talk.progress()) as progress:
+        with memory_errors("loading the models"), closing_progress(talk.progress()) as progress:
             pair = load_pair(
                 settings.models, settings.text, mode=settings.decode.mode, catalog=catalog, progress=progress
             )
@@ -296,11 +296,12 @@ class Job:
         if self.recorder:
             sinks = [*sinks, self.recorder]
         events = decode(self.pair, prompt, self.settings.decode, record=self.recorder is not None)
-        with common.memory_errors("reading the prompt"), self.talk.status("reading the prompt"):
+        beside = f"beside {self.pair.sizes()}"
+        with memory_errors(f"reading the prompt {beside}"), self.talk.status("reading the prompt"):
             started = next(events)
         if self.show_prompt_ids and isinstance(started, Started):
             self.talk.lines([f"prompt ids: {list(started.prompt_ids)}"])
-        with common.memory_errors("decoding"):
+        with memory_errors(f"decoding {beside}"):
             for event in chain([started], events):
                 stop_if_unheard()
                 with interruption.deferred():
