@@ -22,7 +22,7 @@ types:
 	$(BIN)/mypy
 
 test:
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
 # The real default pair: pulls 1.6 GB and converts it the first time.
 pair:
