@@ -134,6 +134,11 @@ def prepare_int8(source: Source, place: Placement) -> Any:
             progress.note(f"the int8 weights cannot be kept in `{file.parent}`: they are prepared again in each run")
         empty = skeleton(place.name, located.path, trust_remote_code=settings.trust_remote_code)
         return fill(empty.model, state)
+    except ValueError as error:
+        raise ModelError(
+            f"`{place.name}` cannot be loaded with int8 weights: {one_line(error)}",
+            hint=f"check or remove the folder `{located.path}`",
+        ) from error
     finally:
         progress.finish()
 
@@ -146,6 +151,8 @@ def load_int4(source: Source, place: Placement) -> Int4Model:
     folder = int4_folder(source.located.path)
     if (model := kept_int4(source, place, folder)) is not None:
         return model
+    if source.settings.allow_missing_weights:  # those that stay random are not the same twice
+        raise Int4Error("with `--allow-missing-weights` none are made")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(folder.with_name(f"{folder.name}.lock"), f"int4 weights of {place.name}", source.progress):

@@ -24,7 +24,7 @@ from .errors import SettingsError
 from .hub import is_offline
 from .int4 import Int4Model
 from .loading import Source, load_model, load_placed
-from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of
+from .lowbit import NONE, OWN_INT8, form_of
 from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, choose_dtype
 from .processes import ALONE, Alone
@@ -169,49 +169,32 @@ def load_and_try(
 ) -> tuple[list[Any], tuple[Placement, ...]] | None:
     """The models, the target first, each run once to see that it can be; and where they are.
 
+    A draft model whose int4 form cannot be had gets another place. While it is read the target is tried.
     None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
     """
     places = list(outlook.places)
-    models = load_models(folders, places, outlook, vocab_sizes, settings, progress, plain_layers=plain_layers)
+    trying: list[Future[Any]] = []
+    with ThreadPoolExecutor(1) as pool:
+        for index, (located, empty) in enumerate(zip(folders, outlook.skeletons, strict=True)):
+            # Making skeletons, as preparing weights does, changes how all threads make layers.
+            source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(trying))
+            model, places[index] = load_placed(source, places[index])
+            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], plain_layers=plain_layers))
     try:
-        cached = [
-            model if isinstance(model, Int4Model) else CachedModel(model, name=place.name, vocab_size=size)
-            for model, place, size in zip(models, places, vocab_sizes, strict=False)
-        ]
+        return [one.result() for one in trying], tuple(places)
     except AttributeError:
         if plain_layers:
             raise
         return None
-    return cached, tuple(places)
 
 
-def load_models(
-    folders: Sequence[Located],
-    places: list[Placement],
-    outlook: Outlook,
-    vocab_sizes: Sequence[int],
-    settings: ModelSettings,
-    progress: Progress,
-    *,
-    plain_layers: bool = False,
-) -> list[Any]:
-    """The models of these folders, placed. The target's layers are brought into shape while the draft is read.
-
-    A draft model whose int4 form cannot be had gets another place.
-    """
-    models: list[Any] = []
-    with ThreadPoolExecutor(1) as pool:
-        shaping: list[Future[int]] = []
-        for index, (located, empty) in enumerate(zip(folders, outlook.skeletons, strict=True)):
-            # Making skeletons, as preparing weights does, changes how all threads make layers.
-            source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(shaping))
-            model, places[index] = load_placed(source, places[index])
-            models.append(model)
-            if places[index].quantize not in (OWN_INT8, OWN_INT4) and not plain_layers:
-                shaping.append(pool.submit(speed_up_linears, model))
-        for one in shaping:
-            one.result()
-    return models
+def tried(model: Any, place: Placement, vocab_size: int, *, plain_layers: bool) -> Any:
+    """A model that has run once, with faster layers unless they must be plain."""
+    if isinstance(model, Int4Model):
+        return model
+    if place.quantize != OWN_INT8 and not plain_layers:
+        speed_up_linears(model)
+    return CachedModel(model, name=place.name, vocab_size=vocab_size)
 
 
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:

@@ -123,12 +123,14 @@ def int8_works() -> bool:
 
 
 def quantized_state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of the model's int8 form by name, from a loaded model."""
+    """The tensors of the model's int8 form by name, from a loaded model. Raises `ValueError` for NaN or infinity."""
     linear = linear_layers(model)
     state = {}
     for name, tensor in model.state_dict().items():
         layer, _, part = name.rpartition(".")
         if layer in linear and part == "weight":
+            if not tensor.isfinite().all():
+                raise ValueError(f"{name} has values that are NaN or infinite")
             state[layer + WEIGHT], state[layer + SCALE] = quantize_weight(tensor)
         else:
             state[name] = tensor.contiguous().clone()  # tied tensors would share memory in the file

@@ -19,6 +19,7 @@ from cli_helpers import Fly, Outcome
 
 from fly_cli.bench_rows import Results, read_header
 from fly_cli.cached_model import CachedModel
+from fly_cli.cli import bench_job
 from fly_cli.cli.app import load_command
 from fly_cli.schedule import CostTable
 
@@ -283,14 +284,17 @@ def test_failed_turns_are_kept_the_run_goes_on_and_the_exit_code_tells(fly: Fly,
     assert [row["status"] for row in rows_in(out)] == ["ok"] * 2 + ["failed"] * 2 + ["ok"] * 2
 
 
-def test_a_finished_run_resumes_to_the_same_result_without_running(fly: Fly, file: str, tmp_path: Path) -> None:
+def test_a_finished_run_resumes_to_the_same_result_without_a_model(
+    fly: Fly, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = ["bench", file, *QUICK, "--out", str(tmp_path / "out")]
     first = fly(*asked)
     rows = (tmp_path / "out" / "rows.jsonl").read_bytes()
+    monkeypatch.setattr(bench_job, "load", lambda *_: pytest.fail("loaded the models"))
     again = fly(*asked, "--resume")
-    assert again.out == first.out and "12 turns are done already, 0 are left" in again.err
+    assert again.out == first.out and "all turns are done already" in again.err
     assert (tmp_path / "out" / "rows.jsonl").read_bytes() == rows
-    assert len(read_header(tmp_path / "out")["sessions"]) == 2
+    assert len(read_header(tmp_path / "out")["sessions"]) == 1
 
 
 def test_a_resumed_run_goes_on_with_the_costs_that_it_began_with(

@@ -8,7 +8,7 @@ from models_for_tests import QUANTIZABLE, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
-from fly_cli import int4
+from fly_cli import int4, loading
 from fly_cli.cached_model import CachedModel
 from fly_cli.int4 import (
     FAILED,
@@ -23,6 +23,10 @@ from fly_cli.int4 import (
     open_session,
     reference_reads,
 )
+from fly_cli.loading import Source
+from fly_cli.progress import Silent
+from fly_cli.settings import ModelSettings
+from fly_cli.weights import Located
 
 SIZES = QUANTIZABLE | {"max_position_embeddings": 2048}
 LLAMA3 = {
@@ -161,6 +165,16 @@ def test_a_model_that_failed_is_not_tried_again(tmp_path, monkeypatch):
     give_up(int4_folder(tmp_path / "model"), Int4Error("it is broken"))
     assert no_int4(model) == "it is broken"
     assert (int4_folder(tmp_path / "model") / FAILED).is_file()
+
+
+def test_of_weights_that_may_be_missing_no_int4_form_is_made_and_none_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path))
+    monkeypatch.setattr(loading, "prepare_int4", lambda *_: pytest.fail("prepared"))
+    settings = ModelSettings(allow_missing_weights=True)
+    source = Source(Located("m", tmp_path / "model", "m"), None, 384, settings, Silent(), alone=lambda: None)
+    with pytest.raises(Int4Error, match="--allow-missing-weights"):
+        loading.load_int4(source, None)
+    assert not list(tmp_path.rglob(FAILED))
 
 
 @pytest.mark.parametrize(

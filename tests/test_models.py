@@ -82,6 +82,21 @@ def test_int8_weights_of_an_incomplete_model_are_not_kept(tiny_pair_dirs, folder
         load(tiny_pair_dirs[0], folder)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_draft_with_weights_that_are_no_numbers_is_refused_by_the_name_of_one(
+    tiny_pair_dirs, folder, tmp_path, monkeypatch, value
+):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+
+    def spoil_one(weights):
+        weights["model.layers.1.mlp.up_proj.weight"][3, 4] = value
+
+    spoil(folder, spoil_one)
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN or inf"):
+        load(tiny_pair_dirs[0], folder, draft_quantize="int8")
+    assert not list((tmp_path / "cache").rglob("*.safetensors"))  # nothing is kept
+
+
 def test_int8_weights_are_prepared_once_and_anew_where_they_do_not_fit(tiny_pair_dirs, tmp_path, monkeypatch):
     monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
     prepared = []

@@ -19,6 +19,7 @@ from ..bench_rows import (
     Row,
     begin,
     check_folder,
+    key_of,
     make_folder,
     read_header,
     shortened,
@@ -85,6 +86,9 @@ class Job:
         first = self.processes.first
         if first:
             self.check()
+        if self.processes.world == 1 and self.is_done():
+            self.talk.note("all turns are done already")
+            return self.finish(as_json=as_json, keep=keep, plots=plots)
         pair = pair or load(self.settings, catalog, self.talk)
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):
             pair = self.with_assistant(pair)
@@ -99,8 +103,22 @@ class Job:
             if first:
                 self.processes.wait_for("measured", self.processes.world)
                 Results(self.folder).merge(self.plan.row_keys())
-        finally:
-            errors = self.conclude(as_json=as_json, keep=keep, plots=plots) if first else []
+        except BaseException:
+            if first:
+                self.conclude(as_json=as_json, keep=keep, plots=plots)
+            raise
+        if first:
+            self.finish(as_json=as_json, keep=keep, plots=plots)
+
+    def is_done(self) -> bool:
+        """Whether an earlier run left nothing to do."""
+        if not (self.folder / HEADER).exists():
+            return False
+        return set(self.plan.row_keys()) <= {key_of(row) for row in Results(self.folder).rows()}
+
+    def finish(self, *, as_json: bool, keep: bool, plots: bool) -> None:
+        """Show the result of a whole run. Raises `TurnsFailedError`."""
+        errors = self.conclude(as_json=as_json, keep=keep, plots=plots)
         if errors:
             raise TurnsFailedError(
                 f"{len(errors)} of {len(self.plan.row_keys())} turns failed, first {errors[0]}",
