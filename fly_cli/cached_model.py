@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import Cache, DynamicCache
 
 from .cache_layers import can_rewind, not_causal, not_rewindable
 from .errors import UnsupportedModelError
@@ -60,6 +60,7 @@ class CachedModel:
     """
 
     reads_rows = True
+    _gradients_off: Callable[[], Any] = torch.inference_mode
 
     def __init__(self, model: Any, *, name: str, vocab_size: int | None = None):
         self.model = model
@@ -71,7 +72,7 @@ class CachedModel:
         self.vocab_size = min(vocab_size or self.vocab_rows, self.vocab_rows)  # ids that may be chosen
         self.forward_seconds = 0.0  # time spent inside the model, ever
         self.timings = Timings()
-        self._config = config
+        self.config = config
         self._device = model.get_input_embeddings().weight.device
         # With accelerate's hooks, offloaded embeddings live on "meta" between forwards.
         if self._device.type == "meta":
@@ -88,11 +89,20 @@ class CachedModel:
 
     def _forget(self) -> None:
         """Empty the cache."""
-        self._cache = DynamicCache(config=self._config)
-        self._cache.activate_past_recording()
+        self._cache = self._new_cache()
         self._ids: list[int] = []
         self._floor = 0  # sliding layers can be rewound to here, not further
         self._switched = False  # what is cached has the positions of a text longer than LongRoPE's first context
+
+    def _new_cache(self) -> Cache:
+        cache = DynamicCache(config=self.config)
+        cache.activate_past_recording()
+        return cache
+
+    @property
+    def positions_change(self) -> bool:
+        """Whether the rotary positions depend on how long the text is (see `rope`)."""
+        return self._rope.switch is not None or self._rope.dynamic
 
     def room_before_switch(self, length: int) -> float:
         """How many ids behind `length` others have the same positions as they (see `rope`): mostly no limit."""
@@ -164,15 +174,20 @@ class CachedModel:
         lengths = [len(ids)] * (end - start)
         if self._rope.dynamic:
             lengths = [max(position + 1, self._prompt_length or 0) for position in range(start, end)]
-        with torch.inference_mode(), self._rope.told(lengths):
+        with self._gradients_off(), self._rope.told(lengths):
             wanted = {"logits_to_keep": last} if self._crops_logits else {}
-            logits = self.model(inputs, cache=self._cache, use_cache=True, **wanted).logits
+            logits = self._call(inputs, **wanted)
         logits = logits[0, -last:, : self.vocab_size]
         synchronize(logits.device)
         seconds = perf_counter() - started
         self.forward_seconds += seconds
         self.timings.add(end - start, seconds)
-        return logits  # type: ignore[no-any-return]
+        return logits
+
+    def _call(self, inputs: Tensor, **wanted: Any) -> Tensor:
+        """The model itself on ids [1, rows]: logits [1, rows or fewer, rows of the table]."""
+        logits: Tensor = self.model(inputs, cache=self._cache, use_cache=True, **wanted).logits
+        return logits
 
     def _drop(self, count: int) -> None:
         """Take back the last `count` ids of the cache.

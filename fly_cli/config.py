@@ -487,7 +487,7 @@ def window_notes(config: Config, decode: DecodeSettings, models: ModelSettings) 
 def idle_notes(config: Config, decode: DecodeSettings, models: ModelSettings) -> list[str]:
     """One note for each reason why flags given by hand have no effect."""
     relaxed = ("window_size", "entropy", "entropy_top_k", "entropy_threshold", "strict_first")
-    of_model = ("draft_lookup", "draft_device", "draft_quantize")
+    of_model = ("draft_lookup", "draft_device", "draft_quantize", "compile")
     drafting = ("draft", "draft_tokens", *of_model)
     idle = [
         (decode.mode == "target", "in mode target", (*drafting, *relaxed)),

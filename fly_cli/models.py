@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from .cached_model import CachedModel, DraftModel
 from .catalog import Catalog, load_catalog
+from .compiled import CompileError, compiled
 from .costs import load_costs, measure_costs, store_costs
 from .cpu_linear import speed_up_linears
 from .descriptions import locate_description
@@ -24,7 +25,7 @@ from .errors import SettingsError
 from .hub import is_offline
 from .int4 import Int4Model
 from .loading import Source, load_model, load_placed
-from .lowbit import NONE, OWN_INT8, form_of
+from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of
 from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, choose_dtype
 from .processes import ALONE, Alone
@@ -181,11 +182,45 @@ def load_and_try(
             model, places[index] = load_placed(source, places[index])
             trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], plain_layers=plain_layers))
     try:
-        return [one.result() for one in trying], tuple(places)
+        cached = [one.result() for one in trying]
     except AttributeError:
         if plain_layers:
             raise
         return None
+    if len(cached) > 1:
+        cached[1], places[1] = with_compiled_steps(cached[1], places[1], settings, progress)
+    return cached, tuple(places)
+
+
+def with_compiled_steps(
+    draft: Any, place: Placement, settings: ModelSettings, progress: Progress
+) -> tuple[Any, Placement]:
+    """The draft model with compiled steps where they are wanted and pay; and its place. Raises `SettingsError`."""
+    wanted = settings.compile
+    if wanted == "off" or (wanted == "auto" and draft_device(place).type != "cuda"):
+        return draft, place
+    try:
+        if place.quantize in (OWN_INT4, OWN_INT8):
+            raise CompileError(f"its {place.quantize} weights have kernels of their own")
+        progress.start(f"compiling the steps of {place.name} (a minute or two the first time)", None)
+        return compiled(draft, faster=wanted == "auto"), replace(place, compiled=True)
+    except CompileError as error:
+        if wanted == "on":
+            raise SettingsError(
+                f"`{place.name}` cannot draft with compiled steps: {error}",
+                hint="use `--compile auto`, or `--draft-quantize none`",
+            ) from error
+        progress.note(f"`{place.name}` drafts without compiled steps: {error}")
+        draft.reset()
+        return draft, place
+    finally:
+        progress.finish()
+
+
+def draft_device(place: Placement) -> torch.device:
+    """The one device of a draft model."""
+    (device,) = place.device_map.values()
+    return torch.device(device)
 
 
 def tried(model: Any, place: Placement, vocab_size: int, *, plain_layers: bool) -> Any:
@@ -204,8 +239,7 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     place = pair.placements[1]
     located = Located(place.name, pair.draft.path, place.name)
     settings = replace(pair.settings, draft_quantize="none")
-    (device,) = place.device_map.values()
-    plain = replace(place, dtype=choose_dtype(settings.dtype, torch.device(device)), quantize=NONE)
+    plain = replace(place, dtype=choose_dtype(settings.dtype, draft_device(place)), quantize=NONE)
     with quiet_libraries():
         assistant = load_model(located, plain, settings, progress or Silent())
     speed_up_linears(assistant)

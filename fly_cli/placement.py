@@ -79,6 +79,7 @@ class Placement:
     cache_bytes: int
     quantize: str = NONE  # or the name of a form: int8 and int4 (our own), torchao int4 and the like
     processes: int = 1  # that share the model; the sizes are of one's part
+    compiled: bool = False  # whether its steps are
 
     @property
     def weights(self) -> str:
@@ -97,6 +98,7 @@ class Placement:
             "weight_bytes": self.weight_bytes,
             "devices": devices,  # device -> number of modules (1 when the whole model is on one)
             **({"processes": self.processes} if self.processes > 1 else {}),
+            **({"compiled": True} if self.compiled else {}),
         }
 
 

@@ -20,6 +20,7 @@ ENTROPY_KINDS = ("topk", "normalized")
 SCHEDULES = ("adaptive", "constant")
 QUANTIZATIONS = ("none", "int8", "int4")
 DRAFT_QUANTIZATIONS = ("auto", *QUANTIZATIONS)
+COMPILE = ("auto", "on", "off")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEFAULT_THRESHOLDS = {"topk": 0.3, "normalized": 0.05}
 DEFAULT_TARGET = "qwen-coder-1.5b"
@@ -100,6 +101,7 @@ class ModelSettings:
     draft_device: str | None = None  # None: planned together with the target
     quantize: str = "none"  # weights of the target, never in fewer bits unless asked
     draft_quantize: str = "auto"  # weights of the draft model; auto: the fastest form on a CPU
+    compile: str = "auto"  # the steps of the draft model; auto: on a GPU, where it is right and faster
     max_memory: dict[str, str] | None = None  # device -> size such as "20GB"
     offload_folder: str | None = None
     offline: bool = False
@@ -115,6 +117,7 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("quantize", self.quantize, QUANTIZATIONS)
         check_choice("draft_quantize", self.draft_quantize, DRAFT_QUANTIZATIONS)
+        check_choice("compile", self.compile, COMPILE)
         check_range("processes", self.processes, 1)
         for name in ("target", "draft"):
             if getattr(self, name) == "":

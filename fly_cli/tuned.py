@@ -11,8 +11,9 @@ import yaml
 
 from .errors import FlyError, SettingsError
 from .files import written_whole
-from .settings import DecodeSettings
+from .settings import DecodeSettings, ModelSettings
 
+LOADING = ("dtype", "device_map", "draft_device", "quantize", "draft_quantize", "compile")
 TUNABLE = ("draft_tokens", "window_size", "draft_lookup", "entropy_threshold")
 
 
@@ -39,14 +40,12 @@ def read_tuned(file: Path) -> list[Tuned]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise unreadable(file) from error
     try:
-        found = [Tuned(**entry) for entry in content or []]
+        found = [Tuned(**{**entry, "models": how_loaded(entry["models"])}) for entry in content or []]
         if any(not isinstance(one.settings, dict) or not set(one.settings) <= set(TUNABLE) for one in found):
             raise TypeError("settings that are not tuned")
-        if any(not isinstance(one.models, dict) for one in found):
-            raise TypeError("no table")
         for one in found:
             DecodeSettings(**one.settings)
-    except (TypeError, SettingsError) as error:
+    except (TypeError, KeyError, AttributeError, SettingsError) as error:
         raise unreadable(file) from error
     return found
 
@@ -76,5 +75,6 @@ def same_case(one: Tuned, other: Tuned) -> bool:
 
 
 def how_loaded(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of all settings those that change what forwards cost."""
-    return {name: values[name] for name in ("dtype", "device_map", "draft_device", "quantize", "draft_quantize")}
+    """Of all settings those that change what forwards cost; what an earlier version did not know has its default."""
+    defaults = ModelSettings()
+    return {name: values.get(name, getattr(defaults, name)) for name in LOADING}

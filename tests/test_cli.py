@@ -102,6 +102,7 @@ FLAGS: list[tuple[list[str], str, str, Any]] = [
     (["--draft-device", "cuda:1"], "models", "draft_device", "cuda:1"),
     (["--quantize", "int8"], "models", "quantize", "int8"),
     (["--draft-quantize", "none"], "models", "draft_quantize", "none"),
+    (["--compile", "off"], "models", "compile", "off"),
     (["--max-memory", "cpu=20GB,0=40GB"], "models", "max_memory", {"cpu": "20GB", "0": "40GB"}),
     (["--max-memory", "cpu=20GB", "--max-memory", "0=1GiB"], "models", "max_memory", {"cpu": "20GB", "0": "1GiB"}),
     (["--offload-folder", "spill"], "models", "offload_folder", "spill"),

@@ -36,6 +36,13 @@ def ids_of(folders, way, draft=True, **places):
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_compiled_steps_of_the_draft_model_change_no_text(tiny_pair_dirs, way):
+    places = {"device_map": "cuda:0"}
+    compiled, plain = (ids_of(tiny_pair_dirs, way, **places, compile=asked) for asked in ("on", "off"))
+    assert compiled == plain
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES)
 def test_the_text_does_not_depend_on_where_the_models_are(tiny_pair_dirs, place, way):
     assert ids_of(tiny_pair_dirs, way, **PLACES[place]) == ids_of(tiny_pair_dirs, way, device_map="cpu")

@@ -42,6 +42,7 @@ RANKS = [
         "cpu_linear",
         "quantized",
         "int4",
+        "compiled",
         "bf16_rows",
         "lowbit",
         "cache_layers",

@@ -23,9 +23,9 @@ from fly_cli.models import Pair
 from fly_cli.report import summarise
 from fly_cli.settings import DecodeSettings
 from fly_cli.tune import BASE, changes_of, recommend, trial_arms
-from fly_cli.tuned import TUNABLE, Tuned, keep_tuned, read_tuned
+from fly_cli.tuned import TUNABLE, Tuned, how_loaded, keep_tuned, read_tuned
 
-LOADED = {"dtype": "auto", "device_map": "auto", "draft_device": None, "quantize": "none", "draft_quantize": "auto"}
+LOADED = how_loaded({})
 FOUND = Tuned("qwen-coder-1.5b", "qwen-coder-0.5b", "here", LOADED, "2026-11-30", {"draft_tokens": 24}, 3.0, 7)
 build = partial(DecodeSettings)
 
@@ -205,6 +205,13 @@ def test_what_was_tuned_stands_in_for_defaults_and_for_nothing_else(tmp_path):
     assert normalized.decode.entropy_threshold == 0.05
     exact = resolve(configure(tmp_path, "", mode="exact"), Book(), found)
     assert exact.decode.entropy_threshold is None
+
+
+def test_a_tuning_of_a_version_with_fewer_settings_still_holds_for_their_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "tuned.yaml"
+    keep_tuned(file, replace(FOUND, models={"dtype": "float32", "device_map": "cpu"}))
+    (found,) = read_tuned(file)
+    assert found.models == how_loaded({"dtype": "float32", "device_map": "cpu"})
 
 
 @pytest.fixture

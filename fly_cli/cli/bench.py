@@ -119,6 +119,7 @@ def bench(
     draft_device: common.DraftDevice = None,
     quantize: common.Quantize = None,
     draft_quantize: common.DraftQuantize = None,
+    compile: common.Compile = None,
     max_memory: common.MaxMemory = None,
     offload_folder: common.OffloadFolder = None,
     offline: common.Offline = None,

@@ -17,7 +17,7 @@ from ..config import COLORS, DEFAULTS, TYPES, Config, Effective, Value, load_con
 from ..errors import UsageError
 from ..graphemes import visible_line
 from ..machine import processor_name
-from ..settings import DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, QUANTIZATIONS, SCHEDULES
+from ..settings import COMPILE, DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOKUP, MODES, QUANTIZATIONS, SCHEDULES
 from ..tuned import read_tuned
 from .process import is_same_file
 
@@ -126,6 +126,16 @@ DraftQuantize = Annotated[
         completions=lambda: DRAFT_QUANTIZATIONS,
         default=shown("draft_quantize"),
         help=f"Weights of the draft model: {', '.join(DRAFT_QUANTIZATIONS)}. auto: on a CPU int4, or int8; else none.",
+    ),
+]
+Compile = Annotated[
+    str | None,
+    option(
+        "--compile",
+        panel=MODELS,
+        completions=lambda: COMPILE,
+        default=shown("compile"),
+        help=f"Compile the draft model's steps: {', '.join(COMPILE)}. auto: on a GPU, where it is faster.",
     ),
 ]
 MaxMemory = Annotated[
