@@ -34,6 +34,7 @@ from .lowbit import (
 )
 from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
+from .rope import LengthRope, context_length
 from .settings import ModelSettings
 from .text import one_line
 
@@ -110,7 +111,9 @@ def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Ske
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         model.tie_weights()
-        return Skeleton(name, model, cached_numbers(config.get_text_config(decoder=True)))
+        text = config.get_text_config(decoder=True)
+        context_length(text), LengthRope(model, text)  # read only later, and told of here where they make no sense
+        return Skeleton(name, model, cached_numbers(text))
     except MemoryError:
         raise
     except Exception as error:  # a config may hold anything, and a model class may raise anything about it

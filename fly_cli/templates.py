@@ -45,9 +45,7 @@ def ends(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
     def render() -> None:
         for chat in TRIALS:
             try:
-                render_jinja_template(
-                    [chat], chat_template=template, add_generation_prompt=True, **dict(special_tokens)
-                )
+                render_jinja_template([chat], chat_template=template, add_generation_prompt=True, **tokens)
             except MemoryError:
                 raise
             except Exception:  # a template may refuse a chat

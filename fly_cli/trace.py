@@ -93,7 +93,7 @@ class Trace:
     def runs(self) -> list[tuple[Event, ...]]:
         """The events of each run; the last run may be cut."""
         starts = [index for index, event in enumerate(self.events) if isinstance(event, Started)]
-        ends = [*starts[1:], len(self.events)]
+        ends = [*starts, len(self.events)][1:]
         return [self.events[start:end] for start, end in zip(starts, ends, strict=True)]
 
 

@@ -152,10 +152,12 @@ def local_path(given: Path) -> Path:
     if not os.path.exists(path):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise ModelNotFoundError(f"no such {kind}: {path}", hint="check the path; `fly models` lists models to pull")
-    if not os.path.isdir(path) and not path.is_file():
-        raise UnsupportedModelError(
-            f"{path} is neither a folder nor a file", hint="give a model's folder or .gguf file"
-        )
+    # Pipes and devices, also those that links in a folder lead to, may never end.
+    for one in path.iterdir() if os.path.isdir(path) else [path]:
+        if os.path.exists(one) and not os.path.isdir(one) and not one.is_file():
+            raise UnsupportedModelError(
+                f"{one} is neither a folder nor a file", hint="give a model's folder or .gguf file"
+            )
     return path
 
 
