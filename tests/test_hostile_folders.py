@@ -17,6 +17,7 @@ from fly_cli.api import generate
 from fly_cli.catalog import load_catalog
 from fly_cli.check import check_pair
 from fly_cli.errors import FlyError, ModelError, PromptError, UnsupportedModelError
+from fly_cli.machine import identify_model
 from fly_cli.models import load_pair
 from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
@@ -388,7 +389,6 @@ def test_a_template_that_does_not_end_is_refused_before_weights_are_read(folder,
     ("template", "says"),
     [
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
-        ("{{ ''|attr('__class__')|attr('__mro__')|list }}x", "unsafe"),
         ("{{ cycler.__init__.__globals__.os.popen('touch MARKER').read() }}", "unsafe"),
         ("{{ '{0.__class__.__init__.__globals__}'.format(messages) }}", "unsafe"),
         ("{% include '/etc/hostname' %}", ""),
@@ -399,7 +399,7 @@ def test_a_template_that_does_not_end_is_refused_before_weights_are_read(folder,
         ("{{ messages.append(1) }}", "unsafe"),
         ("{{ 1 / 0 }}", "division"),
     ],
-    ids=range(11),
+    ids=range(10),
 )
 def test_a_template_that_breaks_out_or_down_is_an_error_that_quotes_it(folder, marker, template, says):
     (folder / "chat_template.jinja").write_text(template.replace("MARKER", str(marker)))
@@ -411,6 +411,12 @@ def test_a_template_that_breaks_out_or_down_is_an_error_that_quotes_it(folder, m
 def test_a_template_that_is_no_text_is_told_by_name(folder):
     (folder / "chat_template.jinja").write_bytes(b"\xff\xfe{{")
     assert isinstance(refusal(folder), ModelError)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "[" * 100_000, '{"source": 5, "sha256": []}'], ids=range(4))
+def test_a_file_of_the_name_of_ours_tells_nothing_of_a_model(folder, content):
+    (folder / "fly.json").write_text(content)
+    assert identify_model(folder).keys() == {"source", "sha256"}
 
 
 # --- links, pipes, permissions
