@@ -56,9 +56,9 @@ def ends(template: str, special_tokens: tuple[tuple[str, str], ...]) -> bool:
 
 def comes_back(work: Callable[[], object], seconds: float, more_bytes: int) -> bool:
     """Whether `work` returns in that time, with that much memory more than now; True where that cannot be tried."""
-    if sys.platform != "linux":
+    if sys.platform != "linux" or multiprocessing.current_process().daemon:  # a daemon may have no children
         return True
-    process = multiprocessing.get_context("fork").Process(target=limited, args=(work, more_bytes))
+    process = multiprocessing.get_context("fork").Process(target=limited, args=(work, more_bytes), daemon=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # the copy has none of our threads, and needs none
         try:

@@ -314,7 +314,7 @@ def selectable_ids(tokenizer: PreTrainedTokenizerBase, vocab_rows: int) -> int:
         token = token_at(tokenizer, token_id)
         placeholder = GGUF_PLACEHOLDER.fullmatch(token) if token is not None else None
         if token is not None and not (placeholder and int(placeholder[1]) == token_id):
-            return token_id + 1
+            return int(token_id) + 1
     raise SettingsError("the tokenizer knows none of the model's ids", hint="give the tokenizer of this model")
 
 

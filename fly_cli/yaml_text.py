@@ -43,8 +43,9 @@ class Loader(yaml.SafeLoader):
     depth = 0
 
     def compose_node(self, parent: Node | None, index: Any) -> Node | None:
-        start = self.peek_event().start_mark
-        if self.check_event(yaml.AliasEvent) and isinstance(self.anchors.get(self.peek_event().anchor), CollectionNode):
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        start = event.start_mark
+        if isinstance(event, yaml.AliasEvent) and isinstance(self.anchors.get(event.anchor), CollectionNode):
             raise yaml.composer.ComposerError(problem="a list or table is used again; write it out", problem_mark=start)
         if self.depth > MOST_NESTED:
             raise yaml.composer.ComposerError(problem="nested too deeply", problem_mark=start)
@@ -57,7 +58,7 @@ class Loader(yaml.SafeLoader):
 
     def construct_object(self, node: Node, deep: bool = False) -> Any:
         try:
-            value = super().construct_object(node, deep)  # type: ignore[no-untyped-call]
+            value = super().construct_object(node, deep)
         except yaml.YAMLError:
             raise
         except Exception as error:  # such as a date without a 31st: each kind of value has its own way to fail

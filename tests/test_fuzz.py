@@ -169,7 +169,7 @@ MERGES = "a: &a {x: 1}\n" + "".join(f"{b}: &{b}\n  <<: [*{a}, *{a}]\n" for a, b 
         ("seed: 0x" + "f" * 5000, ":1 is not YAML: int that is none, or too large"),
         ("seed: 1\ntemperature: 1\nseed: 2", ":3 is not YAML: `seed` is there twice"),
         ("? [a]\n: 1", "unhashable"),
-        ("chat_template: ~no-such-user/x", "names ~no-such-user/x: No such file"),
+        ("chat_template: ~no-such-user/x", "~no-such-user/x: No such file"),
         ("chat_template: " + "x" * 5000 + "/y", "File name too long"),
         ('chat_template: "a\\0b"', "names "),
         ('device_map: "a\\0b.yaml"', "no such file"),
