@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from .errors import FlyError, UsageError
 from .files import written_whole
-from .json_text import json_text
+from .json_text import MAX_INTEGER, json_text, read_json
 from .stats import Summary
 
 FORMAT = 2
@@ -26,6 +27,9 @@ HEADER, ROWS = "settings.json", "rows.jsonl"
 RANK_ROWS = "rows.rank*.jsonl"
 UNCOMPARED = {"sessions"}  # parts of the header that may differ when a run goes on
 FIGURES = tuple(field.name for field in fields(Summary))
+NUMBERS = {*FIGURES, "score", "wall_s", "peak_memory_bytes"}  # what `fits` has no other rule for
+LARGEST_ID = 2**31 - 1
+LENGTH = re.compile("[0-9]{1,5}")  # of a draft, as the key of a histogram
 
 Row = dict[str, Any]
 Key = tuple[str, str, int, int]  # prompt id, arm, repeat, turn
@@ -172,13 +176,16 @@ def check_folder(folder: Path, header: Mapping[str, Any], *, resume: bool) -> No
 def read_header(folder: Path) -> dict[str, Any]:
     """The header of a results folder. Raises `UsageError` where there is none."""
     try:
-        header = json.loads((folder / HEADER).read_text(encoding="utf-8"))
+        header = read_json((folder / HEADER).read_text(encoding="utf-8"))
     except OSError:
         raise UsageError(f"`{folder}` holds no results: it has no {HEADER}", hint="check the path") from None
     except ValueError:
         raise UsageError(f"`{folder / HEADER}` is not JSON", hint="that folder is damaged; use another") from None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise UsageError(f"`{folder}` has another format", hint=f"this version of fly reads format {FORMAT}")
+    sessions = header.get("sessions", [])
+    if not isinstance(header.get("arms", {}), dict) or not isinstance(sessions, list) or not all_records(sessions):
+        raise UsageError(f"`{folder / HEADER}` is no header of a bench", hint="that folder is damaged; use another")
     return header
 
 
@@ -193,16 +200,16 @@ def _differences(name: str, before: Any, now: Any) -> Iterator[str]:
     if isinstance(before, dict) and isinstance(now, dict):
         for key in dict.fromkeys([*before, *now]):
             yield from _differences(f"{name}.{key}", before.get(key), now.get(key))
-    elif are_records(before) and are_records(now) and len(before) == len(now):
+    elif before and all_records(before) and all_records(now) and len(before) == len(now):
         for place, pair in enumerate(zip(before, now, strict=True)):
             yield from _differences(f"{name}.{place}", *pair)
     elif before != now:
         yield f"{name} {_short(before)}, now {_short(now)}"
 
 
-def are_records(value: Any) -> bool:
+def all_records(value: Any) -> bool:
     """Whether this is a list of objects, whose differing fields say more than the beginnings of both lists."""
-    return isinstance(value, list) and bool(value) and all(isinstance(one, dict) for one in value)
+    return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
 def _short(value: Any) -> str:
@@ -233,13 +240,41 @@ def read_rows(path: Path) -> Iterator[Row]:
 def parse_row(line: bytes) -> Row | None:
     """The row on a line; None where something that the figures need is missing, as in a damaged or edited file."""
     try:
-        row = json.loads(line)
+        row = read_json(line.decode("utf-8"))
         named, numbered = (row["prompt_id"], row["arm"]), (row["repeat"], row["turn"])
-        figures = FIGURES if row["status"] == "ok" else ("error",)
-    except (ValueError, KeyError, TypeError, RecursionError):
+        needed = FIGURES if row["status"] == "ok" else ("error",)
+    except (ValueError, KeyError, TypeError):
         return None
-    sound = all(isinstance(one, str) for one in named) and all(isinstance(one, int) for one in numbered)
-    return row if sound and row.keys() >= set(figures) else None
+    sound = all(isinstance(one, str) for one in named) and all(type(one) is int for one in numbered)
+    return row if sound and row.keys() >= set(needed) and all(fits(name, row[name]) for name in row) else None
+
+
+def fits(name: str, value: Any) -> bool:
+    """Whether a field of a row has a value that can be counted with; None can, and any in fields that nobody counts."""
+    if value is None:
+        return True
+    match name:
+        case "prompt_id" | "arm" | "finish_reason" | "text":
+            return isinstance(value, str)
+        case "ids":
+            return isinstance(value, list) and all(type(one) is int and abs(one) <= LARGEST_ID for one in value)
+        case "acceptance_by_position":
+            return isinstance(value, list) and all(map(is_number, value))
+        case "acceptance_histogram" | "draft_length_histogram":
+            return is_counts(value) and all(LENGTH.fullmatch(key) for key in value)
+        case "origins":
+            return is_counts(value)
+        case _:
+            return is_number(value) or name not in NUMBERS
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_INTEGER
+
+
+def is_counts(value: Any) -> bool:
+    """Whether this is an object of how often there was what."""
+    return isinstance(value, dict) and all(type(one) is int and 0 <= one <= MAX_INTEGER for one in value.values())
 
 
 def cut_half_line(path: Path) -> None:

@@ -15,6 +15,7 @@ Paths that a file names (`chat_template`, a `device_map` file) start at that fil
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,8 +23,6 @@ from enum import IntEnum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Protocol, get_args, get_origin, get_type_hints
-
-import yaml
 
 from .errors import FlyError, SettingsError
 from .settings import (
@@ -36,6 +35,7 @@ from .settings import (
     is_template_name,
 )
 from .tuned import Tuned, how_loaded
+from .yaml_text import read_yaml
 
 COLORS = ("auto", "always", "never")
 DEVICES = ("auto", "cpu", "cuda", "mps", "xpu", "npu", "hpu")
@@ -158,11 +158,11 @@ def load_config(
     path, origin = file, "--config"
     if path is None and environment.get("FLY_CONFIG"):
         path, origin = Path(environment["FLY_CONFIG"]), "FLY_CONFIG"
-    path = (path or default_file).expanduser()
+    path = Path(os.path.expanduser(path or default_file))
     content: dict[str, Any] = {}
-    found = path.is_file()
+    found = os.path.isfile(path)
     if found:
-        content = read_yaml(path)
+        content = read_file(path)
     elif path != default_file:
         raise SettingsError(f"`{origin}` names {path}, and there is no such file", hint="check the path")
     tables = {name: read_table(path, name, content.pop(name, None)) for name in TABLES}
@@ -198,23 +198,17 @@ def resolve(config: Config, catalog: Drafts, tuned: Sequence[Tuned] = ()) -> Eff
 # --- layers ---------------------------------------------------------------------------------------------------------
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file ({} for an empty one)."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise SettingsError(
-            f"{path}{line} is not YAML: {error.problem or error.context}", hint="correct that line"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"{path} is not YAML: {' '.join(str(error).split())}", hint="save it as UTF-8 text"
-        ) from None
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path} is not YAML: {error}", hint="save it as UTF-8 text") from None
     except OSError as error:
         raise SettingsError(
             f"{path} cannot be read: {error.strerror}", hint="check the path and its permissions"
         ) from None
+    content = read_yaml(text, str(path))
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -244,8 +238,8 @@ def file_values(path: Path, content: Mapping[Any, Any]) -> dict[str, Value]:
         if raw is not None:
             value = convert(key, raw, f"{path}: `{key}`")
             if key == "chat_template" or (key == "device_map" and is_file_name(value)):
-                beside = path.parent / Path(value).expanduser()
-                value = value if is_template_name(value) and not beside.is_file() else str(beside)
+                beside = path.parent / os.path.expanduser(value)
+                value = value if is_template_name(value) and not os.path.isfile(beside) else str(beside)
             values[key] = Value(value, Layer.FILE, f"{path}:{key}")
     return values
 
@@ -296,8 +290,8 @@ def parse(name: str, text: str) -> object:
         return parse_max_memory([text])
     if tuple in kinds and text.lstrip().startswith("["):
         try:
-            return yaml.safe_load(text)
-        except yaml.YAMLError:
+            return read_yaml(text, f"`FLY_{name.upper()}`")
+        except SettingsError:
             return text
     for kind in (int, float):
         if kind in kinds:
@@ -381,12 +375,12 @@ def read_device_map(value: Value) -> str | dict[str, str | int]:
     """A device's name, or the map module -> device, read from its file where a file is named."""
     device_map: Any = value.value
     if is_file_name(device_map):
-        path = Path(device_map).expanduser()
-        if not path.is_file():
+        path = Path(os.path.expanduser(device_map))
+        if not os.path.isfile(path):  # of any text: pathlib raises for a name too long
             raise SettingsError(
                 f"`device_map` ({value.origin}) names {path}, and there is no such file", hint="check the path"
             )
-        device_map = read_yaml(path)
+        device_map = read_file(path)
     if isinstance(device_map, str):
         check_device("device_map", value)
         return device_map
@@ -414,12 +408,12 @@ def read_template(value: Value) -> str | None:
     """The text of a chat template's file, or the name of one of the model's own templates."""
     if value.value is None:
         return None
-    path = Path(value.value).expanduser()
-    if is_template_name(value.value) and not path.is_file():
+    path = Path(os.path.expanduser(value.value))
+    if is_template_name(value.value) and not os.path.isfile(path):
         return str(value.value)
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise SettingsError(
             f"`chat_template` ({value.origin}) names {path}: {reason}",

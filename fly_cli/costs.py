@@ -16,6 +16,7 @@ import torch
 
 from .cached_model import DraftModel
 from .files import written_whole
+from .json_text import read_json
 from .placement import Placement
 from .schedule import CostTable, guess_costs
 from .storage import default_cache_dir
@@ -95,7 +96,7 @@ def costs_file(placements: Sequence[Placement], cache_dir: Path | None) -> Path:
 def read(file: Path) -> dict[str, dict[int, float]]:
     """The stored table, empty where there is none that makes sense."""
     try:
-        content: Mapping[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content: Mapping[str, Any] = read_json(file.read_text(encoding="utf-8"))
         return {
             name: {
                 int(rows): float(seconds) for rows, seconds in content[name].items() if 0 < float(seconds) < math.inf
@@ -103,5 +104,5 @@ def read(file: Path) -> dict[str, dict[int, float]]:
             for name in ("target", "draft")
             if name in content
         }
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError):
         return {}

@@ -50,7 +50,7 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
     """The figures of one arm's rows."""
     ok = answered(rows)
     failed = {row["prompt_id"] for row in rows if row["status"] != "ok"}
-    drafting = [row for row in ok if row.get("num_spec_steps") is not None]
+    drafting = [step for row in ok if (step := per_step(row)) is not None]
     origins = total_counts(ok, "origins")
     lengths, kept = total_counts(ok, "draft_length_histogram"), total_counts(ok, "acceptance_histogram")
     return {
@@ -66,9 +66,7 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
         "end_to_end_tps_repeats": over_repeats(ok, whole_run),
         "ttft_s": middle(ok, "ttft_s"),
         "tpot_ms": middle(ok, "tpot_ms"),
-        "mean_acceptance_length": ratio(
-            sum(map(after_first, drafting)), sum(row["num_spec_steps"] for row in drafting)
-        ),
+        "mean_acceptance_length": ratio(sum(tokens for tokens, _ in drafting), sum(steps for _, steps in drafting)),
         "draft_acceptance_rate": ratio(total(ok, "num_accepted_draft_tokens") or 0, total(ok, "num_draft_tokens") or 0),
         "acceptance_by_position": list(acceptance_by_position(*map(numbered, (lengths, kept)))),
         "acceptance_histogram": kept,
@@ -116,16 +114,22 @@ def numbered(histogram: Mapping[str, int]) -> dict[int, int]:
     return {int(length): rounds for length, rounds in histogram.items()}
 
 
-def after_first(row: Row) -> int:
+def after_first(row: Row) -> int | None:
     """Tokens that did not come with the prefill."""
-    found: int = row["num_new_tokens"] - row["num_first_tokens"]
-    return found
+    tokens, first = row.get("num_new_tokens"), row.get("num_first_tokens")
+    return None if tokens is None or first is None else tokens - first
+
+
+def per_step(row: Row) -> tuple[float, float] | None:
+    """Tokens after the first tokens, and the rounds that they took."""
+    tokens, steps = after_first(row), row.get("num_spec_steps")
+    return None if tokens is None or steps is None else (tokens, steps)
 
 
 def decoding(row: Row) -> tuple[float, float] | None:
     """Tokens after the first tokens, and the seconds that they took."""
-    seconds = row.get("decode_s")
-    return None if row.get("num_new_tokens") is None or seconds is None else (after_first(row), seconds)
+    tokens, seconds = after_first(row), row.get("decode_s")
+    return None if tokens is None or seconds is None else (tokens, seconds)
 
 
 def whole_run(row: Row) -> tuple[float, float] | None:

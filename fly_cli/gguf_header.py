@@ -19,6 +19,11 @@ MAGIC = b"GGUF"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 DEFAULT_ALIGNMENT = 32
+MOST = 1_000_000  # tensors or fields: no model has so many, and counting them takes seconds
+MOST_STRINGS = 10_000_000  # of an array; vocabularies and their merges have 500,000
+MOST_BYTES = 100_000_000  # of one text
+MOST_DIMENSIONS = 8
+MOST_NESTED = 8  # arrays of arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +65,7 @@ def read_header(path: Path) -> GgufHeader:
                     f"`{path.name}` {error}",
                     hint="use a newer release of fly, another file, or download it again",
                 ) from error
-            except (struct.error, IndexError, UnicodeDecodeError) as error:
+            except (struct.error, IndexError, OverflowError, UnicodeDecodeError) as error:
                 raise truncated(path) from error
     if header.split_count > 1:
         raise UnsupportedModelError(
@@ -92,13 +97,20 @@ class Reader:
         return value
 
     def string(self) -> str:
-        length = self.number("Q")
+        length = self.count(MOST_BYTES, "bytes of a text")
         if self.position + length > len(self.data):
             raise IndexError("string past the end")
         self.position += length
         return self.data[self.position - length : self.position].decode()
 
-    def value(self, kind: int) -> Any:
+    def count(self, most: int, what: str, code: str = "Q") -> int:
+        """How many there are of something. Raises `Unknown` for more than any file has."""
+        number: int = self.number(code)
+        if number > most:
+            raise Unknown(f"promises {number:,} {what}")
+        return number
+
+    def value(self, kind: int, level: int = 0) -> Any:
         """One field's value; of an array only its length, which is all that is needed here."""
         if kind == STRING:
             return self.string()
@@ -106,12 +118,16 @@ class Reader:
             if kind not in NUMBERS:
                 raise Unknown(f"has a field of type {kind}, which is not known here")
             return self.number(NUMBERS[kind])
-        item, count = self.number("I"), self.number("Q")
+        item = self.number("I")
         if item in NUMBERS:
+            count: int = self.number("Q")
             self.position += count * struct.calcsize("<" + NUMBERS[item])
-        else:
-            for _ in range(count):
-                self.value(item) if item == ARRAY else self.skip_string()
+            return count
+        if level == MOST_NESTED or item not in (STRING, ARRAY):
+            raise Unknown(f"has an array of type {item}, which is not known here")
+        count = self.count(MOST_STRINGS, "strings or arrays in a field")
+        for _ in range(count):
+            self.value(item, level + 1) if item == ARRAY else self.skip_string()
         return count
 
     def skip_string(self) -> None:
@@ -135,7 +151,7 @@ def block_of(kind: int) -> tuple[int, int]:
 
 def parse(reader: Reader) -> GgufHeader:
     reader.number("I")  # version
-    tensors, count = reader.number("Q"), reader.number("Q")
+    tensors, count = reader.count(MOST, "tensors"), reader.count(MOST, "fields")
     fields = {}
     for _ in range(count):
         key = reader.string()
@@ -143,18 +159,20 @@ def parse(reader: Reader) -> GgufHeader:
     sizes, ends = [0], [0]
     for _ in range(tensors):
         reader.string()
-        elements = prod(reader.number("Q") for _ in range(reader.number("I")))
+        elements = prod(reader.number("Q") for _ in range(reader.count(MOST_DIMENSIONS, "dimensions of a tensor", "I")))
         block, block_bytes = block_of(reader.number("I"))
         sizes.append(elements)
         ends.append(reader.number("Q") + elements // block * block_bytes)
     if not isinstance(fields.get("general.architecture"), str):
         raise Unknown("does not name its architecture")
-    alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)
+    alignment, splits = fields.get("general.alignment", DEFAULT_ALIGNMENT), fields.get("split.count", 1)
+    if type(alignment) is not int or alignment <= 0 or type(splits) is not int:
+        raise Unknown("has no whole number as its alignment or as the count of its parts")
     data_start = -(-reader.position // alignment) * alignment
     return GgufHeader(
         architecture=fields["general.architecture"],
         parameters=sum(sizes),
         largest_tensor=max(sizes),
-        split_count=fields.get("split.count", 1),
+        split_count=splits,
         data_bytes=data_start + max(ends) if tensors else reader.position,
     )

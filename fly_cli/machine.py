@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from .json_text import read_json
 
 CHUNK_BYTES = 1 << 22
 MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt")
@@ -42,14 +43,22 @@ def processor_name() -> str:
 
 def identify_model(folder: Path) -> dict[str, str]:
     """What tells this model from any other: a commit of the hub, or the sha256 of its GGUF file or of its own files."""
-    marker = folder / "fly.json"
-    if marker.is_file():  # made by `weights` of a GGUF file
-        facts = json.loads(marker.read_text(encoding="utf-8"))
-        return {"source": facts["source"], "gguf_sha256": facts["sha256"]}
+    if (origin := gguf_origin(folder / "fly.json")) is not None:
+        return origin
     if folder.parent.name == "snapshots":  # the hub's cache
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
         return {"source": name, "commit": folder.name}
     return {"source": folder.name, "sha256": folder_sha256(folder)}
+
+
+def gguf_origin(marker: Path) -> dict[str, str] | None:
+    """What `weights` says of a model that it made of a GGUF file; None where it did not make it."""
+    try:
+        facts = read_json(marker.read_text(encoding="utf-8"))
+        source, sha256 = facts["source"], facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return {"source": source, "gguf_sha256": sha256} if isinstance(source, str) and isinstance(sha256, str) else None
 
 
 def folder_sha256(folder: Path) -> str:

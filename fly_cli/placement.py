@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import warnings
@@ -33,9 +34,11 @@ from .lowbit import (
 )
 from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
+from .rope import LengthRope, context_length
 from .settings import ModelSettings
 from .text import one_line
 
+MOST_OF = ((("layers", "layer", "experts"), 4096), (("_size", "_dim", "heads", "n_embd"), 2**24))  # ends of names
 PLANNED_TOKENS = 4096  # cache that a plan leaves room for
 HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
 WHOLE = {
@@ -105,11 +108,14 @@ class Placement:
 def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Skeleton:
     """The model of a local folder, without weights. Raises `UnsupportedModelError` for what cannot be built."""
     try:
+        refuse_absurd_sizes(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
         with init_empty_weights():
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         model.tie_weights()
-        return Skeleton(name, model, cached_numbers(config.get_text_config(decoder=True)))
+        text = config.get_text_config(decoder=True)
+        context_length(text), LengthRope(model, text)  # read only later, and told of here where they make no sense
+        return Skeleton(name, model, cached_numbers(text))
     except MemoryError:
         raise
     except Exception as error:  # a config may hold anything, and a model class may raise anything about it
@@ -123,6 +129,15 @@ def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Ske
             f"{CONFIG_NAME}: {one_line(error)}",
             hint=f"check `{folder / CONFIG_NAME}`, or use another model",
         ) from error
+
+
+def refuse_absurd_sizes(config: Any) -> None:
+    """Raise `ValueError` for a config of more layers than can be built in seconds, or sizes that no model has."""
+    for name, value in config.items() if isinstance(config, dict) else ():
+        refuse_absurd_sizes(value)
+        most = next((most for ends, most in MOST_OF if name.endswith(ends)), None)
+        if most is not None and isinstance(value, int | float) and value > most:
+            raise ValueError(f"`{name}` is {value}, and {most} is the most that is known here")
 
 
 def cached_numbers(text: Any) -> int:

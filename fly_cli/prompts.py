@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import json
-import math
 import os
 import re
 import select
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import PromptError
+from .json_text import read_json
 
 WAIT_NOTE = "waiting for standard input to end (`--no-stdin` leaves it unread)"
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -36,7 +35,6 @@ BYTE_ORDER_MARKS = (  # UTF-32 first: its little-endian mark begins with the one
     (codecs.BOM_UTF16_LE, "utf-16-le"),
     (codecs.BOM_UTF16_BE, "utf-16-be"),
 )
-MOST_NESTED = 100  # lists and objects in each other; what handles a row's fields later must not run out of stack
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 Message = Mapping[str, str]
@@ -303,47 +301,11 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 def _parse(line: str) -> tuple[Mapping[str, Any], bool]:
     """The object on the line, and whether lone surrogates were replaced in it. Raises `ValueError` with the reason."""
-    try:
-        row = json.loads(line, parse_constant=_refuse_constant, parse_int=_whole_number, parse_float=_number)
-        if line.count("[") + line.count("{") > MOST_NESTED and _is_deeper(row, MOST_NESTED):
-            raise RecursionError
-        # Bytes decode to no surrogate, so only an escape can make one.
-        clean = _clean(row) if "\\ud" in line.lower() else row
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
-            raise ValueError(f"more than one JSON value on the line, the second at column {error.colno}") from None
-        raise ValueError(f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}, column {error.colno}") from None
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    row = read_json(line)
     if not isinstance(row, dict):
         raise ValueError(f"a row must be an object, this is {_kind(row)}")
+    clean = _clean(row) if "\\ud" in line.lower() else row  # bytes decode to no surrogate: only an escape makes one
     return clean, clean != row
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _whole_number(digits: str) -> int:
-    try:
-        return int(digits)
-    except ValueError:  # Python's own limit
-        raise ValueError(f"a number of {len(digits)} digits is too long") from None
-
-
-def _number(text: str) -> float:
-    if math.isinf(value := float(text)):
-        raise ValueError(f"the number {text[:20]} is too large")
-    return value
-
-
-def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects lie in each other more than so many levels deep."""
-    if not isinstance(value, list | dict):
-        return False
-    return levels == 0 or any(
-        _is_deeper(one, levels - 1) for one in (value.values() if isinstance(value, dict) else value)
-    )
 
 
 def _clean(value: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from . import figures
@@ -180,7 +181,7 @@ def compare_arm(
     speedups = joined(
         figures.pair_vectors(rows_a, target_a, decoding), figures.pair_vectors(rows_b, target_b, decoding)
     )
-    lengths = joined(sums(rows_a, per_step), sums(rows_b, per_step))
+    lengths = joined(sums(rows_a, figures.per_step), sums(rows_b, figures.per_step))
     scores = joined(sums(rows_a, per_answer), sums(rows_b, per_answer))
     return {
         "decode_tps": change(speeds, figures.quotient, lambda a, b, c, d: (c / d) / (a / b)),
@@ -208,9 +209,10 @@ def change(vectors: Mapping[str, Vector], value: Statistic, difference: Statisti
 
 def plain(value: Statistic, columns: Sequence[float]) -> float | None:
     try:
-        return float(value(*columns))
+        found = float(value(*columns))
     except ZeroDivisionError:
         return None
+    return found if isfinite(found) else None
 
 
 def sums(rows: Iterable[Row], measure: Callable[[Row], Vector | None]) -> dict[str, Vector]:
@@ -222,11 +224,6 @@ def sums(rows: Iterable[Row], measure: Callable[[Row], Vector | None]) -> dict[s
 def joined(one: Mapping[str, Vector], other: Mapping[str, Vector]) -> dict[str, Vector]:
     """The vectors of prompts that both have, side by side."""
     return {name: (*vector, *other[name]) for name, vector in one.items() if name in other}
-
-
-def per_step(row: Row) -> Vector | None:
-    steps = row.get("num_spec_steps")
-    return None if steps is None else (figures.after_first(row), steps)
 
 
 def per_answer(row: Row) -> Vector | None:

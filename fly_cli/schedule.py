@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -83,6 +84,8 @@ class CostTable:
         )
         if target is None:
             raise ValueError("a cost table without costs of the target")
+        if not all(0 < seconds < math.inf for table in (target, draft or {}) for seconds in table.values()):
+            raise ValueError("a cost table with times that are none")
         return cls(target, draft)
 
 

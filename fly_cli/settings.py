@@ -14,6 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from .errors import SettingsError
+from .json_text import MAX_INTEGER
 
 MODES = ("fly", "exact", "target")
 ENTROPY_KINDS = ("topk", "normalized")
@@ -70,7 +71,7 @@ class DecodeSettings:
         check_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_range("top_k", self.top_k, 0)
         if self.seed is not None:
-            check_range("seed", self.seed, 0, 2**63 - 1)
+            check_range("seed", self.seed, 0, MAX_INTEGER)
         if self.entropy_threshold is not None:
             check_range("entropy_threshold", self.entropy_threshold, 0.0)
         if "" in self.stop:
@@ -200,6 +201,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def check_range(name: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    if isinstance(value, int) and abs(value) > MAX_INTEGER:
+        value = math.copysign(math.inf, value > 0 or -1)  # a float cannot hold it, and perhaps no text shows it
     too_low = value <= low if open_low else value < low
     if math.isnan(value) or math.isinf(value) or too_low or value > high:
         upper = "" if high == math.inf else f" and at most {high:g}"

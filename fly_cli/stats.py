@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from math import inf, isfinite
 from statistics import median
 from typing import Any
 
@@ -172,4 +173,5 @@ def acceptance_by_position(drafted: Mapping[int, int], accepted: Mapping[int, in
 
 def ratio(part: float, whole: float) -> float | None:
     """part / whole, or None where that has no meaning."""
-    return part / whole if whole > 0 else None
+    found = part / whole if whole > 0 else inf
+    return found if isfinite(found) else None

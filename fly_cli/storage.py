@@ -23,12 +23,12 @@ POLL_SECONDS = 0.3
 def default_cache_dir() -> Path:
     """`FLY_CACHE`, else the usual place of the platform."""
     if chosen := os.environ.get("FLY_CACHE"):
-        return Path(chosen).expanduser().absolute()
+        return Path(os.path.expanduser(chosen)).absolute()
     if sys.platform == "win32":
         return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "fly" / "cache"
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "fly"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser().absolute() / "fly"
+    return Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")).absolute() / "fly"
 
 
 def size_text(size: int) -> str:

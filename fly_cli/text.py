@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .detokenize import Detokenizer, choose_detokenizer, decode_all, token_at
-from .errors import PromptError, SettingsError
+from .errors import PromptError, SettingsError, UnsupportedModelError
 from .prompts import Prompt, replace_surrogates
 from .settings import TextSettings, is_template_name
+from .templates import refuse_endless
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,7 +59,7 @@ class Codec:
 
     `end_ids` are the generation config's end ids (an int, a list or None), `vocab_rows` the rows of the model's
     embedding. Raises `SettingsError` for a stop token that does not exist, and for a system message or template
-    name that the tokenizer has no use for.
+    name that the tokenizer has no use for; `UnsupportedModelError` for a template that is none or never ends.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Codec:
         self.special_ids: frozenset[int] = frozenset(special | self.stop_ids)  # those that are no text
         self.hidden_ids: frozenset[int] = frozenset() if settings.show_special else self.special_ids
         self._template, self._template_source = (None, None) if settings.raw else choose_template(tokenizer, settings)
+        if self._template is not None:
+            refuse_endless(self._template, tokenizer.special_tokens_map)
         if settings.system is not None and self._template is None:
             raise SettingsError(
                 "the model has no chat template, so a system message has no place",
@@ -273,6 +276,10 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, settings: TextSettings) 
     """The chat template's text and where it came from; two Nones for a model without one."""
     own = getattr(tokenizer, "chat_template", None)
     named = own if isinstance(own, dict) else {}
+    if not all(isinstance(text, str) for text in (*named, *named.values(), own if own and not named else "")):
+        raise UnsupportedModelError(
+            "the model's chat template is not a text", hint=f"mend `chat_template` in its {CONFIG_FILE}"
+        )
     names = ", ".join(f"`{name}`" for name in sorted(named))
     if settings.chat_template is not None:
         if settings.chat_template in named:
@@ -302,11 +309,12 @@ def choose_template(tokenizer: PreTrainedTokenizerBase, settings: TextSettings) 
 
 def selectable_ids(tokenizer: PreTrainedTokenizerBase, vocab_rows: int) -> int:
     """1 + the highest id with a token of its own; rows above it pad the embedding and must never be chosen."""
-    for token_id in reversed(range(vocab_rows)):
+    known = (token_id for token_id in tokenizer.get_vocab().values() if token_id < vocab_rows)
+    for token_id in sorted(known, reverse=True):
         token = token_at(tokenizer, token_id)
         placeholder = GGUF_PLACEHOLDER.fullmatch(token) if token is not None else None
         if token is not None and not (placeholder and int(placeholder[1]) == token_id):
-            return token_id + 1
+            return int(token_id) + 1
     raise SettingsError("the tokenizer knows none of the model's ids", hint="give the tokenizer of this model")
 
 

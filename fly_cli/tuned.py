@@ -12,6 +12,7 @@ import yaml
 from .errors import FlyError, SettingsError
 from .files import written_whole
 from .settings import DecodeSettings, ModelSettings
+from .yaml_text import read_yaml
 
 LOADING = ("dtype", "device_map", "draft_device", "quantize", "draft_quantize", "compile")
 TUNABLE = ("draft_tokens", "window_size", "draft_lookup", "entropy_threshold")
@@ -34,10 +35,10 @@ class Tuned:
 def read_tuned(file: Path) -> list[Tuned]:
     """All that was found, [] where nothing was. Raises `SettingsError` for a file that is not ours."""
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = read_yaml(file.read_text(encoding="utf-8"), str(file))
     except (FileNotFoundError, NotADirectoryError):
         return []
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, SettingsError) as error:
         raise unreadable(file) from error
     try:
         found = [Tuned(**{**entry, "models": how_loaded(entry["models"])}) for entry in content or []]

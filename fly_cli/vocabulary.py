@@ -72,7 +72,9 @@ class Vocabularies:
 def load_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a local folder. Raises `ModelError` when there is none that loads."""
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
+        tokenizer.decode(tokenizer("a", verbose=False)["input_ids"])  # some loads, and then cannot do its work
+        return tokenizer
     except MemoryError:
         raise
     except Exception as error:  # the files may hold anything, and the readers raise anything about it

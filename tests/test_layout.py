@@ -11,11 +11,12 @@ import fly_cli
 
 PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
-    {"errors", "events", "progress", "files", "json_text"},
+    {"errors", "events", "progress", "files", "json_text", "yaml_text"},
     {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"}
     | {"score", "intervals", "tuned"},
     {
         "text",
+        "templates",
         "detokenize",
         "stops",
         "vocabulary",

@@ -9,8 +9,11 @@ from text_helpers import (
     LLAMA2_TEMPLATE,
     byte_level,
     full_decode,
+    id_sequences,
     llama_decoder,
+    raw_bytes_as_ids,
     sentencepiece_like,
+    stream,
     words,
 )
 from tokenizers import decoders, models, processors
@@ -63,41 +66,7 @@ CODECS = {
 }
 
 
-def stream(codec, ids, prompt_ids=()):
-    detokenizer = codec.detokenizer(prompt_ids)
-    pieces = [detokenizer.push(token_id) for token_id in ids]
-    return [*pieces, detokenizer.flush()]
-
-
 # --- ids to text: the law
-
-
-def byte_alphabet():
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
-    return [BYTE_LEVEL.convert_tokens_to_ids(characters[byte]) for byte in range(256)]
-
-
-BYTE_IDS = byte_alphabet()
-
-
-def raw_bytes_as_ids(name, data):
-    return [BYTE_IDS[byte] if name == "byte level" else 3 + byte for byte in data]
-
-
-@st.composite
-def id_sequences(draw, name, size):
-    """Any ids, mixed with bytes of real text that may be cut or damaged anywhere."""
-    parts = st.one_of(
-        st.lists(st.integers(0, size - 1), max_size=6),
-        st.text(max_size=4).map(lambda text: raw_bytes_as_ids(name, text.encode("utf-8", "replace"))),
-        st.binary(max_size=5).map(lambda data: raw_bytes_as_ids(name, data)),
-        st.sampled_from("한﷽😀▁ \n").flatmap(
-            lambda character: st.integers(0, 4).map(lambda end: raw_bytes_as_ids(name, character.encode()[:end]))
-        ),
-    )
-    return [token_id for part in draw(st.lists(parts, max_size=8)) for token_id in part]
 
 
 @pytest.mark.parametrize("name", ["byte level", *DECODERS])
@@ -105,7 +74,7 @@ def id_sequences(draw, name, size):
 @given(show_special=st.booleans(), data=st.data())
 def test_joined_pieces_equal_one_full_decode(name, show_special, data):
     codec = CODECS[name, show_special]
-    ids = data.draw(id_sequences(name, codec.vocab_size))
+    ids = data.draw(id_sequences(codec))
     assert "".join(stream(codec, ids)) == full_decode(codec.tokenizer, ids, show_special=show_special)
 
 
@@ -116,7 +85,7 @@ def test_pieces_behind_a_prompt_are_the_full_decode_less_the_prompts(name, show_
     codec = CODECS[name, show_special]
     text = data.draw(st.text(st.sampled_from("aH \n한😀▁"), max_size=8))
     prompt_ids = codec.tokenizer("Hello" + text)["input_ids"]
-    ids = data.draw(id_sequences(name, codec.vocab_size))
+    ids = data.draw(id_sequences(codec))
     before = full_decode(codec.tokenizer, prompt_ids, show_special=show_special)
     full = full_decode(codec.tokenizer, prompt_ids + ids, show_special=show_special)
     pieces = stream(codec, ids, prompt_ids)
@@ -129,7 +98,7 @@ def test_pieces_behind_a_prompt_are_the_full_decode_less_the_prompts(name, show_
 @given(data=st.data())
 def test_a_fork_goes_its_own_way(name, data):
     codec = CODECS[name, False]
-    first, second, third = (data.draw(id_sequences(name, codec.vocab_size)) for _ in range(3))
+    first, second, third = (data.draw(id_sequences(codec)) for _ in range(3))
     detokenizer = codec.detokenizer([])
     head = "".join(map(detokenizer.push, first))
     fork = detokenizer.fork()
@@ -175,16 +144,16 @@ def test_a_split_character_is_printed_once_complete(tokenizer):
 
 def test_bytes_that_can_no_longer_become_a_character_are_released():
     codec = codec_of(BYTE_LEVEL)
-    korean = raw_bytes_as_ids("byte level", "한".encode())
+    korean = raw_bytes_as_ids(BYTE_LEVEL, "한".encode())
     assert stream(codec, [*korean[:2], *korean]) == ["", "", "�", "", "한", ""]
     assert stream(codec, korean[:2]) == ["", "", "�"]
     llama = codec_of(SENTENCEPIECE["llama"])
-    assert stream(llama, raw_bytes_as_ids("llama", b"\xed\x95a\xff")) == ["", "", "���", "�", ""]
+    assert stream(llama, raw_bytes_as_ids(SENTENCEPIECE["llama"], b"\xed\x95a\xff")) == ["", "", "���", "�", ""]
 
 
 def test_a_run_of_byte_tokens_waits_for_its_end_since_a_full_decode_judges_it_whole():
     codec = codec_of(SENTENCEPIECE["llama"])
-    newline, word = raw_bytes_as_ids("llama", b"\n"), codec.tokenizer.convert_tokens_to_ids("▁world")
+    newline, word = raw_bytes_as_ids(SENTENCEPIECE["llama"], b"\n"), codec.tokenizer.convert_tokens_to_ids("▁world")
     assert stream(codec, [*newline, word]) == ["", "\n world", ""]
 
 
@@ -217,7 +186,7 @@ def test_an_end_id_is_hidden_even_if_it_is_an_ordinary_token():
 
 def test_ids_without_a_token_give_no_text():
     codec = codec_of(BYTE_LEVEL, vocab_rows=500)
-    korean = raw_bytes_as_ids("byte level", "한".encode())
+    korean = raw_bytes_as_ids(BYTE_LEVEL, "한".encode())
     assert "".join(stream(codec, [korean[0], 499, korean[1], 10_000, korean[2]])) == "한"
 
 

@@ -1,10 +1,14 @@
 """Tiny tokenizers, built in code: byte-level BPE, and SentencePiece-like BPE with byte tokens."""
 
 import json
+from collections.abc import Sequence
 from functools import cache
 
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fly_cli.text import Codec
 
 CORPUS = [
     "Hello world, hello there! The answer is 42. What is the question?",
@@ -132,3 +136,45 @@ def _sentencepiece_json() -> str:
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     return tokenizer.to_str()
+
+
+def stream(codec: Codec, ids: Sequence[int], prompt_ids: Sequence[int] = ()) -> list[str]:
+    """The pieces of text that the ids give, and what is left at their end."""
+    detokenizer = codec.detokenizer(prompt_ids)
+    pieces = [detokenizer.push(token_id) for token_id in ids]
+    return [*pieces, detokenizer.flush()]
+
+
+def raw_bytes_as_ids(tokenizer: PreTrainedTokenizerBase, data: bytes) -> list[int]:
+    """The bytes, each as the token that stands for it alone."""
+    return [ids_of_bytes(tokenizer)[byte] for byte in data]
+
+
+@cache
+def ids_of_bytes(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if "<0x00>" in tokenizer.get_vocab():
+        return [tokenizer.convert_tokens_to_ids(f"<0x{byte:02X}>") for byte in range(256)]
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + at) for at, byte in enumerate(others)}
+    return [tokenizer.convert_tokens_to_ids(characters[byte]) for byte in range(256)]
+
+
+@st.composite
+def id_sequences(draw, codec: Codec) -> list[int]:
+    """Any ids, mixed with real text and bytes of it, all of which may be cut or damaged anywhere."""
+    tokenizer = codec.tokenizer
+
+    def of(data: bytes) -> list[int]:
+        return raw_bytes_as_ids(tokenizer, data)
+
+    parts = st.one_of(
+        st.lists(st.integers(0, codec.vocab_size - 1), max_size=6),
+        st.text(max_size=4).map(lambda text: of(text.encode("utf-8", "replace"))),
+        st.text(st.characters(codec="utf-8"), max_size=8).map(lambda text: codec.piece_ids(text)[1:]),
+        st.binary(max_size=5).map(of),
+        st.sampled_from("한﷽😀▁ \n").flatmap(
+            lambda character: st.integers(0, 4).map(lambda end: of(character.encode()[:end]))
+        ),
+    )
+    return [token_id for part in draw(st.lists(parts, max_size=8)) for token_id in part]

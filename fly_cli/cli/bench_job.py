@@ -138,7 +138,14 @@ class Job:
 
         if not (self.folder / HEADER).exists():
             return pair
-        return replace(pair, costs=CostTable.from_json(read_header(self.folder)["cost_table"]))
+        header = read_header(self.folder)
+        try:
+            return replace(pair, costs=CostTable.from_json(header["cost_table"]))
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError):
+            raise UsageError(
+                f"`{self.folder / HEADER}` has no cost table that makes sense",
+                hint="that folder is damaged; use another",
+            ) from None
 
     def header(self, pair: Pair | None = None) -> dict[str, Any]:
         """All that the rows depend on; without a pair what is known before it is loaded."""
@@ -171,7 +178,7 @@ class Job:
         header = self.header(pair)
         begin(self.folder, header, resume=self.resume)
         Results(self.folder).merge(self.plan.row_keys())
-        machines = [session["machine"] for session in read_header(self.folder)["sessions"]]
+        machines = [session.get("machine") for session in read_header(self.folder)["sessions"]]
         if machines[0] != machines[-1]:
             self.talk.note("the results so far come from another machine; the report names both")
 

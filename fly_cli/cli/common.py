@@ -356,7 +356,7 @@ def check_output(flag: str, path: Path, inputs: Iterable[Path | str | None]) -> 
         if is_same_file(path, stream):
             raise UsageError(f"`{flag}` names standard {name}: {path}", hint="give it a file of its own")
     for file in inputs:
-        if file is not None and is_same_file(path, Path(file).expanduser()):
+        if file is not None and is_same_file(path, os.path.expanduser(file)):
             raise UsageError(f"`{flag}` would overwrite {file}, which is read", hint="give it a file of its own")
 
 
