@@ -157,5 +157,5 @@ def show_styled(rows: Iterable[Row], policy: ColorPolicy) -> None:
     table = Table.grid(padding=(0, 2))
     for label, text in rows:
         style = STYLES.get(text.partition(":")[0], "") if label == "verdict" else ""
-        table.add_row(Text(label, style="bold"), Text(text, style=style))
+        table.add_row(Text(label, style="bold", overflow="fold"), Text(text, style=style, overflow="fold"))
     Console(no_color=not policy.color, force_terminal=True, highlight=False, width=width).print(table)
