@@ -62,7 +62,9 @@ def speedup_by_category(axes: Axes, summary: Summary) -> bool:
             if found["low"] is not None:
                 axes.plot([found["low"], found["high"]], [at, at], color="black", linewidth=1)
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks([group * step + (len(arms) - 1) / 2 for group in range(len(groups))], map(label_of, groups))
+    axes.set_yticks(
+        [group * step + (len(arms) - 1) / 2 for group in range(len(groups))], [label_of(group) for group in groups]
+    )
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over target (decode tokens/s), 95% intervals")
     add_legend(axes)
