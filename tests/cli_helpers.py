@@ -210,6 +210,10 @@ def drafted(prompt: Prompt) -> Iterator[Event]:
     yield from slow(run(*["==x======"] * 200))
 
 
+def brisk(prompt: Prompt) -> Iterator[Event]:
+    yield from slow(run(*["==x======"] * 25))
+
+
 def holding(prompt: Prompt) -> Iterator[Event]:
     """What may become a stop string is held back when the run stands still."""
     yield from plain(["one ", "plea"], reason=None)[:1]

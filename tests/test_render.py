@@ -32,6 +32,14 @@ NO_COLORS = ColorPolicy(color=False, cues=True, live=True)
 class Screen(pyte.HistoryScreen):
     """A terminal's screen that keeps each line that leaves it at the top, on resizing as well."""
 
+    def erase_in_display(self, how: int = 0, *args: Any, **more: Any) -> None:
+        """As terminals do it, also with what lies outside since the screen became smaller."""
+        super().erase_in_display(how, *args, **more)
+        if how == 0:
+            line = self.buffer[self.cursor.y]
+            for x in [x for x in line if x >= self.cursor.x]:
+                del line[x]
+
     def resize(self, lines: int | None = None, columns: int | None = None) -> None:
         lines = lines or self.lines
         while self.cursor.y >= lines:
@@ -501,7 +509,7 @@ PRINTED = st.sampled_from(["word", "a", "\n", "\n\n", "x" * 9, "y" * 30, "z" * 2
     st.lists(st.tuples(st.integers(0, 20), SIZES), min_size=1, max_size=6),
     st.sampled_from([LIVE, NO_COLORS, COLORED, NO_ESCAPES]),
 )
-@settings(max_examples=int(os.environ.get("FLY_TEST_EXAMPLES", "60")), deadline=None, derandomize=True)
+@settings(max_examples=int(os.environ.get("TEST_EXAMPLES", "40")), deadline=None, derandomize=True)
 def test_whatever_the_sizes_of_a_terminal_no_character_is_lost_or_doubled(
     rounds: list[list[tuple[str, str]]], sizes: list[tuple[int, tuple[int, int]]], policy: ColorPolicy
 ) -> None:
