@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +34,7 @@ class Process:
         *arguments: str,
         terminal: bool = False,
         size: tuple[int, int] | None = None,
+        command: Sequence[str] | None = None,  # another than the scene
         **environment: str,
     ) -> None:
         self.marker = tmp_path / "marker"
@@ -49,7 +50,10 @@ class Process:
                 self.resize(*size)
             output = {"stdout": slave, "stderr": slave}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", HELPERS.stem, scene, *arguments], stdin=subprocess.DEVNULL, env=variables, **output
+            command or [sys.executable, "-m", HELPERS.stem, scene, *arguments],
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            **output,
         )
         if terminal:
             os.close(slave)
@@ -204,6 +208,25 @@ def test_a_terminal_of_any_size_gets_the_whole_answer_and_its_cursor_back(
     shown = settled(screen)
     assert "First" + "".join(f"d0.{n}" for n in range(9)) + "t0" in shown
     assert shown.count("t24") == 1 and "tokens(length)" in shown
+
+
+@pytest.mark.parametrize("size", [(23, 6)])
+def test_a_small_terminal_shows_the_answer_of_a_model_as_it_was_decoded(
+    tmp_path: Path, tiny_pair_dirs: tuple[Path, Path], size: tuple[int, int]
+) -> None:
+    from test_render import Terminal, wrapped
+
+    trace = tmp_path / "run.jsonl"
+    flags = ["-q", "-n", "80", "-k", "6", "-w", "1", "--theta", "0", "--dtype", "float32", "--device-map", "cpu"]
+    pair = ["--target", str(tiny_pair_dirs[0]), "--draft", str(tiny_pair_dirs[1]), "--trace", str(trace)]
+    command = [sys.executable, "-m", "fly_cli", "generate", *flags, *pair, "hi"]
+    code, screen, _ = Process(tmp_path, "", terminal=True, size=size, command=command).finish()
+    assert code == 0
+    terminal = Terminal(*size)
+    terminal.write(screen)
+    finished = json.loads(trace.read_text().splitlines()[-1])
+    assert len(finished["text"]) > 80
+    assert terminal.rows() == wrapped(finished["text"], size[0])
 
 
 def settled(screen: str) -> str:
