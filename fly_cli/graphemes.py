@@ -79,8 +79,8 @@ def joins_hangul(last: str, character: str) -> bool:
 def visible(cluster: str, unicode: bool = True) -> str:
     """The cluster with nothing in it that a terminal would obey, save newline and tab.
 
-    A control character becomes its picture (␛), or an escape such as \\x1b where `unicode` is False; what turns the
-    direction of text becomes an escape always.
+    A control character becomes its picture (␛), or an escape such as \\x1b where `unicode` is False; what
+    reverses text becomes an escape always.
     """
     if cluster in ("\n", "\t"):
         return cluster

@@ -38,7 +38,7 @@ from fly_cli.trace import TraceWriter
 
 LIVE = ColorPolicy(color=True, cues=True, live=True)
 COLORED = ColorPolicy(color=True, cues=True, live=False)
-PATIENCE = 10.0  # seconds for 100,000 characters, on a busy machine; what is quadratic takes minutes
+PATIENCE = 30.0  # seconds for 100,000 characters, on a busy machine; what is quadratic takes minutes
 OURS = {code for role in THEME for code in codes(role, LIVE)} - {""} | {"\x1b7", "\x1b8", "\x1b[J", "\x1bD", "\x1b[0m"}
 OUR_CODES = re.compile("|".join([*map(re.escape, sorted(OURS, key=len, reverse=True)), r"\x1b\[[0-9]+A"]))
 
