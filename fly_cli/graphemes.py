@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import NamedTuple
 from unicodedata import category
@@ -9,6 +10,8 @@ from unicodedata import category
 from rich.cells import cell_len
 
 ZERO_WIDTH_JOINER, EMOJI_VARIATION = "\u200d", "\ufe0f"
+OVERRIDES = "\u202d\u202e"  # text behind these reads backwards where a terminal obeys them
+DISORDER = re.compile("[\u2028-\u202e\u2066-\u2069]")  # ends a line, or lets text reorder what stands behind it
 MAX_CLUSTER = 32  # characters; a longer pile of accents is cut, so that the cost of one cluster is bounded
 
 
@@ -34,7 +37,7 @@ def extends(cluster: str, character: str) -> bool:
     last = cluster[-1]
     if character.isascii():
         return last == "\r" and character == "\n"
-    if category(last) in ("Cc", "Cs"):
+    if is_control(last) or is_control(character):
         return False
     if is_extender(character) or last == ZERO_WIDTH_JOINER:
         return True
@@ -54,6 +57,12 @@ def is_extender(character: str) -> bool:
     )
 
 
+@lru_cache(4096)
+def is_control(character: str) -> bool:
+    """Whether the character stands alone, whatever is before and behind it."""
+    return category(character) in ("Cc", "Cs", "Cf", "Zl", "Zp") and not is_extender(character)
+
+
 def is_flag_half(character: str) -> bool:
     return 0x1F1E6 <= ord(character) <= 0x1F1FF
 
@@ -70,7 +79,8 @@ def joins_hangul(last: str, character: str) -> bool:
 def visible(cluster: str, unicode: bool = True) -> str:
     """The cluster with nothing in it that a terminal would obey, save newline and tab.
 
-    A control character becomes its picture (␛), or an escape such as \\x1b where `unicode` is False.
+    A control character becomes its picture (␛), or an escape such as \\x1b where `unicode` is False; what
+    reverses text becomes an escape always.
     """
     if cluster in ("\n", "\t"):
         return cluster
@@ -78,6 +88,8 @@ def visible(cluster: str, unicode: bool = True) -> str:
         return "\n"
     if category(cluster[0]) == "Cs":
         return "\N{REPLACEMENT CHARACTER}" if unicode else "?"
+    if cluster in OVERRIDES:
+        return escape(cluster)
     if category(cluster[0]) != "Cc":
         return cluster
     code = ord(cluster[0])
@@ -87,8 +99,18 @@ def visible(cluster: str, unicode: bool = True) -> str:
 
 
 def visible_line(text: str) -> str:
-    """Text from elsewhere (a note, a path) as one line that is safe to show."""
-    return "".join(visible(character) for character in text.replace("\n", " "))
+    """Text from elsewhere (a note, a path) as one line that is safe to show, and leaves what is beside it in place."""
+    line = "".join(visible(character) for character in text.replace("\n", " ").replace("\t", " "))
+    return DISORDER.sub(lambda found: escape(found[0]), line)
+
+
+def visible_lines(text: str) -> str:
+    """Text from elsewhere that may have several lines, safe to show."""
+    return "".join(visible(character) for character in text)
+
+
+def escape(character: str) -> str:
+    return f"\\u{ord(character):04x}"
 
 
 # Where a terminal's cursor goes

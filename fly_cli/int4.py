@@ -9,12 +9,11 @@ scale, rounded to nearest, inputs are quantised to 8 bits while running.
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from glob import escape
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,9 +26,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .cached_model import Timings
+from .files import written_whole
 from .lookup import common_prefix
 from .rope import context_length
 from .storage import default_cache_dir, prepared_name
+from .tethered import environment, tether, tethered
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -214,22 +215,24 @@ def reference_reads(model: Any) -> Tensor:
 def build(source: Path, folder: Path, reference: Tensor) -> None:
     """Make the int4 form of the model in `source`, whole or not at all; `reference` are its own logits.
 
+    Only one process at a time may do so for a folder.
     Raises `Int4Error` where the builder cannot do it, `OSError` where it cannot be kept.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix="unfinished-") as unfinished:
+    for left in folder.parent.glob(f".{escape(folder.name)}.*"):  # by a run that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as unfinished, tether() as line:
         made = Path(unfinished) / "model"
-        command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "int4", "-e", "cpu"]
-        command += ["-i", str(source.resolve()), "-o", str(made), "-c", str(Path(unfinished) / "parts")]
-        command += ["--extra_options", *OPTIONS, "hf_token=false"]
+        options = ["-p", "int4", "-e", "cpu", "-i", str(source.resolve()), "-o", str(made)]
+        options += ["-c", str(Path(unfinished) / "parts"), "--extra_options", *OPTIONS, "hf_token=false"]
         done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
+            tethered("onnxruntime_genai.models.builder", *options),
+            stdin=line,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            env=environment(HF_HUB_OFFLINE="1"),
         )
         if done.returncode or not (made / GRAPH).is_file():
             lines = done.stdout.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -243,4 +246,5 @@ def give_up(folder: Path, why: Int4Error) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         folder.mkdir(parents=True)
-        (folder / FAILED).write_text(str(why), encoding="utf-8")
+        with written_whole(folder / FAILED) as unfinished:
+            unfinished.write_text(str(why), encoding="utf-8")

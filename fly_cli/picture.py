@@ -19,6 +19,8 @@ from .render import Released, bracketed, merge_clusters
 from .stats import summarize
 from .theme import LEGEND, THEME
 
+NOT_IN_XML = re.compile("[\ufffe\uffff]")  # nor controls and surrogates, which are made visible before
+
 
 def export_svg(
     events: Sequence[Event], path: str | Path, title: str, *, columns: int = 100, show_rejected: bool = False
@@ -36,6 +38,7 @@ def export_svg(
         if part.plain and not part.plain.endswith("\n"):
             console.print()
     picture = console.export_svg(title=visible_line(title), unique_id="fly")
+    picture = NOT_IN_XML.sub("\N{REPLACEMENT CHARACTER}", picture)
     picture = re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL)
     try:
         Path(path).write_text(picture, encoding="utf-8", errors="replace")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import FlyError
+from .graphemes import visible_line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,6 +18,8 @@ Summary = Mapping[str, Any]
 # Text stays text, in any script, and the same summary gives the same bytes.
 STYLE = {"svg.fonttype": "none", "svg.hashsalt": "fly", "text.parse_math": False, "font.size": 9}
 PARTS = {"prefill_s": "prefill", "draft_s": "draft", "verify_s": "verify", "other_s": "other"}
+NOT_IN_SVG = re.compile("[\ud800-\udfff\ufffe\uffff]")
+LONGEST_LABEL = 40  # characters
 WIDTH, ROW, MARGIN = 7.0, 0.22, 1.2  # inches; a row is a bar
 
 
@@ -51,14 +55,16 @@ def speedup_by_category(axes: Axes, summary: Summary) -> bool:
     for place, arm in enumerate(arms):
         for group, figures in enumerate(groups.values()):
             found = figures[arm]["speedup_vs_target"]
-            if found["value"] is None:
+            if found is None or found["value"] is None:  # of a run that was interrupted, or where all failed
                 continue
             at = group * step + place
             axes.barh(at, found["value"], color=f"C{summary['arms'].index(arm)}", label=arm if group == 0 else None)
             if found["low"] is not None:
                 axes.plot([found["low"], found["high"]], [at, at], color="black", linewidth=1)
     axes.axvline(1, color="grey", linewidth=1)
-    axes.set_yticks([group * step + (len(arms) - 1) / 2 for group in range(len(groups))], list(groups))
+    axes.set_yticks(
+        [group * step + (len(arms) - 1) / 2 for group in range(len(groups))], [label_of(group) for group in groups]
+    )
     axes.invert_yaxis()
     axes.set_xlabel("speed-up over target (decode tokens/s), 95% intervals")
     add_legend(axes)
@@ -136,6 +142,12 @@ def value_of(summary: Summary, arm: str) -> float | None:
 
 def milliseconds_per_token(own: Mapping[str, Any], part: str) -> float:
     return 1000 * (own[part] or 0.0) / own["num_new_tokens"] if own["num_new_tokens"] else 0.0
+
+
+def label_of(name: str) -> str:
+    """A name from the data as a label: one short line that an SVG file can hold."""
+    line = NOT_IN_SVG.sub("\N{REPLACEMENT CHARACTER}", visible_line(name[: 2 * LONGEST_LABEL]))
+    return line if len(line) <= LONGEST_LABEL else line[: LONGEST_LABEL - 1] + "…"
 
 
 def add_legend(axes: Axes) -> None:

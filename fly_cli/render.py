@@ -18,6 +18,7 @@ from .theme import DRAFTED, REJECTED, ColorPolicy, Piece, paint
 SAVE_CURSOR, RESTORE_CURSOR, ERASE_BELOW, RESET = "\x1b7", "\x1b8", "\x1b[J", "\x1b[0m"
 DOWN_SAME_COLUMN = "\x1bD"  # scrolls at the bottom; a newline would return to column 0
 MIN_COLUMNS = 10  # of a terminal on which the round in flight is shown
+MOST_WAITING = 64  # clusters kept back behind a full row: without width they could be as many as the answer has
 
 
 class Sink(Protocol):
@@ -233,8 +234,12 @@ class TerminalRenderer:
         count = len(characters)
         if self._policy.cues and count and not last:
             count -= 1  # a later token may add to the cluster
+        ready, lost = count, False
         while self._draws_ahead and not last and count and ends[count].may_fill_row(width):
             if ends[count].is_vague(width):
+                break
+            if ready - count == MOST_WAITING:
+                count, lost = ready, True
                 break
             count -= 1  # the cursor cannot rest behind a full row: moving it would forget that the row is full
         settled = characters[:count]
@@ -242,7 +247,7 @@ class TerminalRenderer:
         self._at = ends[count]
         if settled:
             self._last = settled[-1].text[-1]
-            self._lost = self._lost and not any(piece.text[-1] == "\n" for piece in settled)
+            self._lost = lost or (self._lost and not any(piece.text[-1] == "\n" for piece in settled))
         return settled
 
     def _draw_ahead(self, pieces: Sequence[Piece]) -> str:

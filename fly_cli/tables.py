@@ -12,6 +12,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from .graphemes import visible_line
+from .json_text import json_text
 
 NOTHING = "-"
 Figures = Mapping[str, Any]
@@ -57,12 +58,13 @@ def to_markdown(summary: Mapping[str, Any], plots: Sequence[Path] = ()) -> str:
     if plots:
         parts += ["## Plots", "\n\n".join(f"![{path.stem.replace('_', ' ')}]({path.name})" for path in plots)]
     parts += ["## How to read it", "\n".join(f"- {rule}" for rule in RULES)]
-    parts += ["## Settings, versions and machine", fenced(json.dumps(summary["header"], ensure_ascii=False, indent=2))]
+    parts += ["## Settings, versions and machine", fenced(json_text(summary["header"], indent=2))]
     return "\n\n".join(parts) + "\n"
 
 
 def format_comparison(comparison: Mapping[str, Any], name_a: str = "A", name_b: str = "B") -> str:
     """Two results side by side as aligned text."""
+    name_a, name_b = visible_line(name_a), visible_line(name_b)
     rows = [(arm, *cells) for arm, metrics in comparison["arms"].items() for cells in comparison_cells(arm, metrics)]
     title = f"{name_b} against {name_a}, {comparison['num_common_prompts']} prompts in both"
     head = ("arm", "figure", name_a, name_b, "change", "prompts")
@@ -71,7 +73,7 @@ def format_comparison(comparison: Mapping[str, Any], name_a: str = "A", name_b: 
         if comparison[f"num_prompts_only_{side}"]:
             parts.append(f"note: prompts only in {name}, left out: {comparison[f'num_prompts_only_{side}']}")
         if arms := comparison[f"arms_only_{side}"]:
-            parts.append(f"note: only in {name}: {', '.join(arms)}")
+            parts.append(f"note: only in {name}: {', '.join(map(visible_line, arms))}")
     if comparison["settings"]:
         lines = [f"  {one['name']}: {shown(one['a'])}, {shown(one['b'])}" for one in comparison["settings"]]
         parts.append("\n".join(["What else differs:", *map(visible_line, lines)]))

@@ -17,10 +17,10 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from glob import escape
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PureWindowsPath
 from typing import IO, Any
@@ -32,6 +32,7 @@ from .gguf_header import GgufHeader, read_header
 from .json_text import read_json
 from .progress import Progress, Silent
 from .storage import default_cache_dir, exclusive, make_folder, require_disk, require_memory, size_text
+from .tethered import environment, tether, tethered
 
 __all__ = ["Located", "Progress", "Silent", "cached_path", "locate"]
 
@@ -96,7 +97,7 @@ def cached_path(entry: Entry, cache_dir: Path | None = None) -> Path | None:
     """Where an entry's model is, or None where using it would fetch something. Never connects."""
     cache = cache_dir or default_cache_dir()
     if entry.path is not None:
-        path = Path(os.path.expanduser(entry.path))
+        path = Path(os.path.expanduser(entry.path))  # as it is where ~name is of nobody
         return path if os.path.exists(path) else None  # of any text: pathlib raises for a name too long
     if entry.file is not None:
         places = (cache / "models" / converted_name(entry), cache / "gguf" / f"{key_of(entry)}.gguf")
@@ -266,6 +267,9 @@ def pulled_model(entry: Entry, cache: Path, offline: bool, progress: Progress) -
     with exclusive(cache / "locks" / f"{key_of(entry)}.lock", f"`{entry.alias}`", progress):
         if (folder / MARKER).is_file():  # another process was faster
             return folder
+        staging = cache / "downloads" / key_of(entry)
+        if gguf.is_file():
+            shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed behind its last download
         source = gguf if gguf.is_file() else file_in_hub_cache(entry, progress)
         if source is None:
             if offline:
@@ -273,7 +277,6 @@ def pulled_model(entry: Entry, cache: Path, offline: bool, progress: Progress) -
                     f"`{entry.alias}` is not in the cache {cache}, and connections are off",
                     hint=f"run `fly pull {entry.alias}` once without `--offline` and HF_HUB_OFFLINE",
                 )
-            staging = cache / "downloads" / key_of(entry)
             make_folder(gguf.parent)
             os.replace(fetch_gguf(entry, staging, progress), gguf)
             shutil.rmtree(staging)
@@ -342,7 +345,7 @@ def convert_file(source: Path, folder: Path, origin: str, sha256: str, progress:
     )
     require_memory(header.memory_bytes, doing)
     require_disk(folder.parent, header.converted_bytes, doing)
-    for unfinished in (*folder.parent.glob(f".{folder.name}.*"), folder):
+    for unfinished in (*folder.parent.glob(f".{escape(folder.name)}.*"), folder):
         shutil.rmtree(unfinished, ignore_errors=True)
     workplace = folder.parent / f".{folder.name}.{os.getpid()}"
     make_folder(workplace)
@@ -357,21 +360,15 @@ def convert_file(source: Path, folder: Path, origin: str, sha256: str, progress:
 
 def run_conversion(source: Path, folder: Path, progress: Progress) -> None:
     """Convert in a process of its own. Raises what that process reports, and says when it was killed."""
-    package = str(Path(__file__).resolve().parent.parent)
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
-        "HF_HUB_OFFLINE": "1",
-    }
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
+    with tether() as line, tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", f"{__package__}.convert", str(source), str(folder)],
-            stdin=subprocess.DEVNULL,
+            tethered(f"{__package__}.convert", str(source), str(folder)),
+            stdin=line,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
             encoding="utf-8",
-            env=environment,
+            env=environment(HF_HUB_OFFLINE="1"),
         )
         assert process.stdout is not None
         try:

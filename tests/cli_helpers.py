@@ -202,8 +202,19 @@ def paused(prompt: Prompt) -> Iterator[Event]:
     yield from plain(["one ", "two "])
 
 
+def second_waits(prompt: Prompt) -> Iterator[Event]:
+    """The first prompt is answered at once, the second one never."""
+    if prompt.text == "two":
+        rest()
+    yield from plain(["one ", "→"])
+
+
 def drafted(prompt: Prompt) -> Iterator[Event]:
     yield from slow(run(*["==x======"] * 200))
+
+
+def brisk(prompt: Prompt) -> Iterator[Event]:
+    yield from slow(run(*["==x======"] * 25))
 
 
 def holding(prompt: Prompt) -> Iterator[Event]:

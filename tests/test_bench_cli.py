@@ -377,6 +377,24 @@ def test_killed_and_resumed_it_gives_the_rows_of_an_unbroken_run(fly: Fly, tmp_p
     assert rows_in(broken) == rows_in(whole) and len(rows_in(whole)) == 24
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["nowhere", "in a folder"])
+def test_a_reader_that_goes_away_ends_a_run_that_nobody_keeps(tmp_path: Path, kept: bool) -> None:
+    file, out = prompts_in(tmp_path / "p.jsonl", 12), tmp_path / "out"
+    flags = ["--out", str(out)] if kept else []
+    process = Process("bench", file, *QUICK, "--arms", "target", *flags, PAUSE="0.01")
+    stdout, stderr = process.process.stdout, process.process.stderr
+    assert stdout is not None and stderr is not None
+    assert stderr.readline().startswith("[1/12]")
+    stdout.close()
+    told = stderr.read()
+    stderr.close()
+    assert process.process.wait(PATIENCE) == 141
+    assert all(line.startswith("[") for line in told.splitlines()), told
+    assert (told.count("\n") == 11) == kept
+    if kept:
+        assert len(rows_in(out)) == 12 and json.loads((out / "summary.json").read_text())["complete"]
+
+
 def test_ctrl_c_shows_and_keeps_what_is_done(fly: Fly, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out"
     file = prompts_in(tmp_path / "p.jsonl", 10)

@@ -1,7 +1,9 @@
 """`fly check`, and that loading refuses what it refuses, before any weight is read or fetched."""
 
 import json
+import re
 import shutil
+from collections import Counter
 
 import pytest
 import torch
@@ -16,12 +18,14 @@ from weights_helpers import stub_hub, write_gguf
 from fly_cli import hub, loading, placement
 from fly_cli.catalog import load_catalog
 from fly_cli.check import check_pair
+from fly_cli.cli.check import show_styled
 from fly_cli.costs import costs_file
 from fly_cli.errors import ModelError, ModelNotFoundError, OutOfMemoryError, UnsupportedModelError
 from fly_cli.models import load_pair
 from fly_cli.pairing import DRAFTS, examine
 from fly_cli.progress import Silent
 from fly_cli.settings import LOOKUP, ModelSettings
+from fly_cli.theme import ColorPolicy
 from fly_cli.weights import Located
 
 
@@ -315,6 +319,21 @@ def test_json_is_one_object_with_all_of_it(fly, tiny_pair_dirs, folder):
 def test_on_a_terminal_the_verdict_is_coloured_and_nothing_is_lost(fly, tiny_pair_dirs):
     outcome = fly("check", str(tiny_pair_dirs[0]), "lookup", "--color", "always", "--device-map", "cpu")
     assert "\x1b[32mcan run: drafts are copied from the text" in outcome.out
+
+
+@pytest.mark.parametrize("columns", [1, 2, 12, 30, 80, 500])
+def test_a_terminal_of_any_width_gets_all_of_the_report(columns, monkeypatch, capsys):
+    rows = [
+        ("target", f"/{'x' * 90}/한 (llama)"),
+        ("", "more of it"),
+        ("vocabulary", "same"),
+        ("verdict", "can run: `a`"),
+    ]
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    show_styled(rows, ColorPolicy(color=False, cues=True, live=False))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert Counter("".join(shown.split())) == Counter("".join("".join(map("".join, rows)).split()))
 
 
 def test_without_names_the_configured_pair_is_checked(fly, tiny_pair_dirs, tmp_path):

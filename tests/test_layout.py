@@ -11,7 +11,7 @@ import fly_cli
 
 PACKAGE = Path(fly_cli.__file__).parent
 RANKS = [
-    {"errors", "events", "progress", "files", "json_text", "yaml_text"},
+    {"errors", "events", "progress", "files", "json_text", "yaml_text", "tethered"},
     {"settings", "config", "verify", "schedule", "lookup", "catalog", "gguf_header", "prompts", "stats"}
     | {"score", "intervals", "tuned"},
     {

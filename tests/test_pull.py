@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -133,24 +135,59 @@ finally:
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
-def test_on_a_terminal_the_bar_goes_away_and_the_cursor_comes_back():
-    import pty
+TURNS = """
+from fly_cli.bench_rows import failed_row
+from fly_cli.cli.bench_view import make_view
+from fly_cli.theme import ColorPolicy
+keys = [(f"p{n}", "fly", 0, 0) for n in range(40)]
+view = make_view(keys, ColorPolicy(color=True, cues=True, live=True), quiet=False)
+view.note("see [red]this[/red]")
+for key in keys:
+    view.handle(failed_row(key, {}, "x"))
+view.close()
+"""
 
-    import pyte
+
+def on_a_terminal(program: str, columns: int, rows: int) -> tuple[int, str]:
+    """Exit code of the program, and what its terminal of this size gets; it is resized meanwhile."""
+    import fcntl
+    import pty
+    import struct
+    import termios
 
     leader, follower = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", BARS], stderr=follower, env={**os.environ, "TERM": "xterm"})
+    fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=follower, env={**os.environ, "TERM": "xterm"})
     os.close(follower)
     output = b""
     try:
         while chunk := os.read(leader, 4096):
             output += chunk
+            if (columns, rows) != (80, 24):
+                columns, rows = rows, columns
+                fcntl.ioctl(leader, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     except OSError:  # the other end was closed
         pass
     os.close(leader)
-    process.wait()
-    text = output.decode()
+    return process.wait(), output.decode()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
+@pytest.mark.parametrize("size", [(1, 1), (7, 2), (500, 200), (0, 0)])
+@pytest.mark.parametrize("program", [BARS, TURNS], ids=["pull", "bench"])
+def test_bars_bear_terminals_of_any_size(program: str, size: tuple[int, int]) -> None:
+    code, text = on_a_terminal(program, *size)
+    assert code == (-signal.SIGINT if program == BARS else 0)  # the first one ends as if interrupted
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]|\s", "", text)
+    assert shown.count("note:see[red]this[/red]") == 1
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo terminal")
+def test_on_a_terminal_the_bar_goes_away_and_the_cursor_comes_back():
+    import pyte
+
+    _, text = on_a_terminal(BARS, 80, 24)
     assert "fetching [bold]one[/nope]" in text and "1.0/2.0 MB" in text and "note: see [red]this[/red]" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
     screen = pyte.Screen(80, 24)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +32,14 @@ NO_COLORS = ColorPolicy(color=False, cues=True, live=True)
 class Screen(pyte.HistoryScreen):
     """A terminal's screen that keeps each line that leaves it at the top, on resizing as well."""
 
+    def erase_in_display(self, how: int = 0, *args: Any, **more: Any) -> None:
+        """As terminals do it, also with what lies outside since the screen became smaller."""
+        super().erase_in_display(how, *args, **more)
+        if how == 0:
+            line = self.buffer[self.cursor.y]
+            for x in [x for x in line if x >= self.cursor.x]:
+                del line[x]
+
     def resize(self, lines: int | None = None, columns: int | None = None) -> None:
         lines = lines or self.lines
         while self.cursor.y >= lines:
@@ -38,6 +47,8 @@ class Screen(pyte.HistoryScreen):
             for y in range(self.lines):
                 self.buffer[y] = self.buffer[y + 1]
             self.cursor.y -= 1
+        for y in [y for y in self.buffer if y >= lines]:
+            del self.buffer[y]
         self.lines, self.columns = lines, columns or self.columns
 
 
@@ -73,6 +84,11 @@ class Terminal(io.StringIO):
         while rows and not rows[-1]:
             rows.pop()
         return rows
+
+    def characters(self) -> Iterator[str]:
+        """All that can be seen, from the first row on, also what a narrower terminal no longer shows."""
+        for line in [*self.screen.history.top, *(self.screen.buffer[y] for y in range(self.screen.lines))]:
+            yield from (line[x].data for x in sorted(line) if line[x].data.strip())
 
     def looks(self, text: str) -> tuple[str, bool, bool, bool]:
         """Colour, underline, strike and bold of the first place on the screen that shows the text."""
@@ -482,6 +498,36 @@ def test_a_resize_half_way_loses_and_doubles_no_line(resized: tuple[int, int]) -
         sink.handle(event)
     sink.close()
     assert terminal.rows() == answer(events).splitlines()
+
+
+SIZES = st.tuples(st.one_of(st.integers(1, 12), st.integers(1, 500)), st.one_of(st.integers(1, 4), st.integers(1, 200)))
+PRINTED = st.sampled_from(["word", "a", "\n", "\n\n", "x" * 9, "y" * 30, "z" * 200, "line\n"])
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.sampled_from("==x!"), PRINTED), min_size=1, max_size=9), min_size=1, max_size=9),
+    st.lists(st.tuples(st.integers(0, 20), SIZES), min_size=1, max_size=6),
+    st.sampled_from([LIVE, NO_COLORS, COLORED, NO_ESCAPES]),
+)
+@settings(max_examples=int(os.environ.get("TEST_EXAMPLES", "40")), deadline=None, derandomize=True)
+def test_whatever_the_sizes_of_a_terminal_no_character_is_lost_or_doubled(
+    rounds: list[list[tuple[str, str]]], sizes: list[tuple[int, tuple[int, int]]], policy: ColorPolicy
+) -> None:
+    blocks = [
+        Block("".join(mark for mark, _ in block[1:]), texts=[word for _, word in block[1:]], final=block[0][1])
+        for block in rounds
+    ]
+    events = run(*blocks, first="A", settings=DecodeSettings(window_size=1, seed=0))
+    terminal = Terminal(*sizes[0][1])
+    sink = renderer(terminal, policy)
+    for number, event in enumerate(events):
+        for at, (columns, lines) in sizes[1:]:
+            if at == number:
+                terminal.screen.resize(columns=columns, lines=lines)
+        sink.handle(event)
+    sink.close()
+    assert "".join(terminal.characters()) == "".join(answer(events).split())
+    assert not terminal.screen.cursor.hidden
 
 
 def test_nothing_is_drawn_ahead_after_a_resize_until_the_line_ends() -> None:

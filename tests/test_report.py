@@ -546,6 +546,12 @@ def test_one_arm_without_drafts_has_a_plot_of_its_time_only(tmp_path):
     assert [path.name for path in write_plots(summary, tmp_path)] == ["time_split.svg"]
 
 
+def test_a_category_that_an_interrupted_run_has_not_come_to_with_all_arms_is_left_out_of_a_plot(tmp_path):
+    rows = [make_row("a", arm, category="x") for arm in ("fly", "target")] + [make_row("b", "fly", category="y")]
+    drawn = write_plots(summarise(HEADER, rows), tmp_path)
+    assert "speedup_by_category.svg" in [path.name for path in drawn]
+
+
 def test_a_missing_matplotlib_is_named_with_the_extra(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(FlyError) as error:

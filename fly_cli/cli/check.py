@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..check import Check, ModelFacts
 
 Row = tuple[str, str]
+LEAST_COLUMNS = 20  # of the report; a narrower terminal wraps its lines, where the library would drop their text
 STYLES = {"can run": "green", "cannot run": "red"}  # of a verdict, by its first words
 
 
@@ -158,5 +159,7 @@ def show_styled(rows: Iterable[Row], policy: ColorPolicy) -> None:
     table = Table.grid(padding=(0, 2))
     for label, text in rows:
         style = STYLES.get(text.partition(":")[0], "") if label == "verdict" else ""
-        table.add_row(Text(label, style="bold"), Text(text, style=style))
-    Console(no_color=not policy.color, force_terminal=True, highlight=False, width=width).print(table)
+        table.add_row(Text(label, style="bold", overflow="fold"), Text(text, style=style, overflow="fold"))
+    console = Console(no_color=not policy.color, force_terminal=True, highlight=False, width=width)
+    console.width = max(console.width, LEAST_COLUMNS)
+    console.print(table)

@@ -21,7 +21,7 @@ from ..settings import COMPILE, DRAFT_QUANTIZATIONS, DTYPES, ENTROPY_KINDS, LOOK
 from ..tuned import read_tuned
 from .process import is_same_file
 
-NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff\ufeff\ufffe\uffff]")
+NOT_IN_YAML = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff\ufffe\uffff]")
 
 MODELS, DECODING, SAMPLING, PROMPT, OUTPUT = "Models", "Decoding", "Sampling", "Prompt", "Output"
 

@@ -71,7 +71,7 @@ class BarProgress:
         if self._bars is None:
             write(sys.stderr, line + "\n")
         else:
-            self._bars.console.print(line, markup=False, soft_wrap=True)
+            self._bars.console.print(line, markup=False, emoji=False, soft_wrap=True)
 
     def finish(self) -> None:
         if self._bars is not None:

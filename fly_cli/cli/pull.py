@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ..catalog import load_catalog
+from ..graphemes import visible_line
 from ..render import write
 from ..settings import LOOKUP
 from . import common
@@ -42,4 +43,5 @@ def pull(
     progress = Talk(settings.output).progress()
     for model in name or pair:
         located = locate(str(model), catalog, offline=settings.models.offline, refresh=True, progress=progress)
-        write(sys.stdout, f"{located.path}\n")
+        path = str(located.path)
+        write(sys.stdout, (visible_line(path) if sys.stdout.isatty() else path) + "\n")
