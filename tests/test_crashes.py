@@ -21,7 +21,7 @@ from fly_cli import files, int4
 from fly_cli.bench_rows import FORMAT, Answered, Results, begin, key_of, ok_row, read_header, write_whole
 from fly_cli.files import written_whole
 from fly_cli.trace import TraceWriter, read_trace
-from fly_cli.tuned import Tuned, keep_tuned, read_tuned
+from fly_cli.tuned import Tuned, how_loaded, keep_tuned, read_tuned
 
 PATIENCE = 20.0  # seconds, for a busy machine
 TESTS = Path(__file__).parent
@@ -104,7 +104,7 @@ def test_a_file_is_the_old_or_the_new_one_wherever_the_writer_was_killed(tmp_pat
 
 def test_what_was_tuned_is_whole_wherever_the_tuner_was_killed(tmp_path: Path, gone: int) -> None:
     file = tmp_path / "fly" / "tuned.yaml"
-    old, new = (Tuned("t", name, "m", {}, "2026-01-01", {"window_size": 3}) for name in ("one", "two"))
+    old, new = (Tuned("t", name, "m", how_loaded({}), "2026-01-01", {"window_size": 3}) for name in ("one", "two"))
 
     def between(point: int) -> None:
         assert read_tuned(file) in ([], [old])
@@ -115,7 +115,7 @@ def test_what_was_tuned_is_whole_wherever_the_tuner_was_killed(tmp_path: Path, g
     assert new in read_tuned(file)
 
 
-HEADER = {"format": FORMAT, "arms": {"fly": {}}, "sessions": [1]}
+HEADER = {"format": FORMAT, "arms": {"fly": {}}, "sessions": [{"processes": 1}]}
 ROWS = [ok_row((f"p{n}", "fly", 0, 0), {}, Answered(f"text {n}\u2028é", [n])) for n in range(3)]
 KEYS = [key_of(row) for row in ROWS]
 
@@ -153,7 +153,7 @@ def test_a_bench_that_was_killed_anywhere_has_every_row_once_in_the_end(
                     kills += 1
         bench(folder, rank)
         assert list(Results(folder).rows()) == json.loads(json.dumps(ROWS))
-        assert read_header(folder)["sessions"][0] == 1
+        assert read_header(folder)["sessions"][0] == {"processes": 1}
         assert sorted(path.name for path in folder.iterdir()) == ["rows.jsonl", "settings.json"]
     assert kills > 20
 

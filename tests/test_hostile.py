@@ -207,7 +207,7 @@ def configured(tmp_path: Path, content: Mapping[str, Any]) -> None:
 @short
 def test_the_models_are_a_line_each_whatever_their_names(fly: Fly, tmp_path: Path, text: str) -> None:
     entry = {"path": f"./{text}", "licence": text}
-    configured(tmp_path, {"aliases": {text: entry, "mine": entry}, "pairs": {"mine": text}})
+    configured(tmp_path, {"aliases": {text: entry, "mine": dict(entry)}, "pairs": {"mine": text}})
     outcome = fly("models")
     lines = outcome.out.splitlines()
     assert outcome.code == 0 and not any(map(reordering, lines))

@@ -27,7 +27,8 @@ def commands():
                 yield words[1:]
 
 
-def test_the_python_example_runs(tiny_pair_dirs, monkeypatch, capsys):
+def test_the_python_example_runs(tiny_pair_dirs, monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path))  # no costs are known of other tests
     (example,) = blocks("python")
     target, draft = map(str, tiny_pair_dirs)
     monkeypatch.setattr("fly_cli.load_pair", lambda _: load_pair(ModelSettings(target=target, draft=draft)))
