@@ -1,67 +1,87 @@
 // y[r][o] = sum over i of x[r][i] * w[o][i], with w in bf16 and everything else in fp32, for a handful of rows r.
 //
-// Each weight is read and widened once for up to six rows, so that checking a few tokens takes little longer than one.
-// A sum has the same order whatever the number of rows, and so the same value.
+// Each weight is read once for up to four rows, so that checking a few tokens takes little longer than one, and the
+// weights of the next outputs are asked for in time: one row is as fast as the memory. A sum has the same order
+// whatever the number of rows, and so the same value.
+#include <immintrin.h>
 #include <stdint.h>
-#include <string.h>
 
-#define LANES 8
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+#define STEP 16  // inputs: as 32-bit words, eight weights have their odd inputs above their even ones
+#define MOST 4   // rows that share what is read
+#define PANEL 12 // outputs that a thread takes at a time: whole tiles of three and of four
+#define FLAT _Pragma("GCC unroll 8")
 
-static inline floats load(const float *p) {
-    floats f;
-    memcpy(&f, p, sizeof f);
-    return f;
+static inline float total(__m256 v) {
+    __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    half = _mm_add_ps(half, _mm_movehl_ps(half, half));
+    return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-static inline floats widen(const uint16_t *p) {
-    halves h;
-    floats f;
-    memcpy(&h, p, sizeof h);
-    words w = __builtin_convertvector(h, words) << 16;
-    memcpy(&f, &w, sizeof f);
-    return f;
+// The even inputs' weights of eight words, widened to fp32: bf16 is the upper half of it. Then the odd inputs'.
+static inline __m256 even(const uint16_t *w) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)w), 16));
+}
+static inline __m256 odd(const uint16_t *w) {
+    // Two shifts: a mask would take a register of the sums.
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i *)w), 16), 16));
 }
 
-static inline float total(floats v) {
-    return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
-}
-
-// ROWS rows by two outputs: 12 sums, 2 pieces of weight and one of input fit into 16 registers.
-#define TILE(ROWS)                                                                              \
-    static void tile##ROWS(const float *x, const uint16_t *w, float *y, int64_t n, int64_t m) { \
-        floats a[ROWS] = {0}, b[ROWS] = {0};                                                    \
-        for (int64_t i = 0; i < n; i += LANES) {                                                \
-            floats wa = widen(w + i), wb = widen(w + n + i);                                    \
-            for (int r = 0; r < ROWS; r++) {                                                    \
-                floats v = load(x + r * n + i);                                                 \
-                a[r] += v * wa;                                                                 \
-                b[r] += v * wb;                                                                 \
+// ROWS rows by OUTS outputs. Sums, a piece of weight for each output and one of input fit into 16 registers.
+#define TILE(ROWS, OUTS)                                                                        \
+    static void tile##ROWS##x##OUTS(const float *x, const uint16_t *w, float *y, int64_t n, int64_t m) { \
+        __m256 sum[ROWS][OUTS], v[OUTS];                                                        \
+        FLAT for (int r = 0; r < ROWS; r++)                                                     \
+            FLAT for (int o = 0; o < OUTS; o++) sum[r][o] = _mm256_setzero_ps();                \
+        for (int64_t i = 0; i < n; i += STEP) {                                                 \
+            if (!(i & STEP)) /* a cache line has two steps of weights */                        \
+                FLAT for (int o = 0; o < OUTS; o++)                                             \
+                    _mm_prefetch((const char *)(w + (OUTS + o) * n + i), _MM_HINT_T0);          \
+            FLAT for (int o = 0; o < OUTS; o++) v[o] = even(w + o * n + i);                     \
+            FLAT for (int r = 0; r < ROWS; r++) {                                               \
+                __m256 u = _mm256_loadu_ps(x + r * n + i);                                      \
+                FLAT for (int o = 0; o < OUTS; o++) sum[r][o] = _mm256_fmadd_ps(u, v[o], sum[r][o]); \
+            }                                                                                   \
+            FLAT for (int o = 0; o < OUTS; o++) v[o] = odd(w + o * n + i);                      \
+            FLAT for (int r = 0; r < ROWS; r++) {                                               \
+                __m256 u = _mm256_loadu_ps(x + r * n + i + STEP / 2);                           \
+                FLAT for (int o = 0; o < OUTS; o++) sum[r][o] = _mm256_fmadd_ps(u, v[o], sum[r][o]); \
             }                                                                                   \
         }                                                                                       \
-        for (int r = 0; r < ROWS; r++) {                                                        \
-            y[r * m] = total(a[r]);                                                             \
-            y[r * m + 1] = total(b[r]);                                                         \
-        }                                                                                       \
+        FLAT for (int r = 0; r < ROWS; r++)                                                     \
+            FLAT for (int o = 0; o < OUTS; o++) y[r * m + o] = total(sum[r][o]);                \
     }
-TILE(1)
-TILE(2)
-TILE(3)
-TILE(4)
-TILE(5)
-TILE(6)
+TILE(1, 4) TILE(2, 4) TILE(3, 3) TILE(4, 3)
+TILE(1, 1) TILE(2, 1) TILE(3, 1) TILE(4, 1)
 
 typedef void tile(const float *, const uint16_t *, float *, int64_t, int64_t);
-static tile *const tiles[] = {tile1, tile2, tile3, tile4, tile5, tile6};
+static tile *const wide[MOST] = {tile1x4, tile2x4, tile3x3, tile4x3};
+static const int64_t width[MOST] = {4, 4, 3, 3};
+static tile *const narrow[MOST] = {tile1x1, tile2x1, tile3x1, tile4x1};
 
-// x [rows, n], w [m, n], y [rows, m]; n is a multiple of LANES, m of two.
-void bf16_rows(const float *x, const uint16_t *w, float *y, int64_t rows, int64_t n, int64_t m, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t o = 0; o < m; o += 2)
-        for (int64_t r = 0; r < rows; r += 6) {
-            int64_t left = rows - r < 6 ? rows - r : 6;
-            tiles[left - 1](x + r * n, w + o * n, y + r * m + o, n, m);
+// Each step's even inputs, then its odd ones.
+static void part(const float *x, float *parted, int64_t count) {
+    for (int64_t i = 0; i < count; i += STEP)
+        for (int64_t j = 0; j < STEP / 2; j++) {
+            parted[i + j] = x[i + 2 * j];
+            parted[i + STEP / 2 + j] = x[i + 2 * j + 1];
         }
+}
+
+// x [rows, n], w [m, n], y [rows, m]; n is a multiple of STEP; `parted` has room for what x has.
+void bf16_rows(const float *x, const uint16_t *w, float *y, float *parted, int64_t rows, int64_t n, int64_t m,
+               int threads) {
+    int64_t groups = (rows + MOST - 1) / MOST;
+    part(x, parted, rows * n);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t first = 0; first < m; first += PANEL) {
+        int64_t last = first + PANEL < m ? first + PANEL : m;
+        for (int64_t g = 0, r = 0; g < groups; g++) {
+            int64_t count = (rows - r + groups - g - 1) / (groups - g), o = first; // rows are shared out evenly
+            for (; o + width[count - 1] <= last; o += width[count - 1])
+                wide[count - 1](parted + r * n, w + o * n, y + r * m + o, n, m);
+            for (; o < last; o++)
+                narrow[count - 1](parted + r * n, w + o * n, y + r * m + o, n, m);
+            r += count;
+        }
+    }
 }

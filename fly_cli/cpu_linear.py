@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from .bf16_rows import LANES, Kernel, bf16_rows
+from .bf16_rows import STEP, Kernel, bf16_rows
 
 FEW_ROWS = 2  # up to here PyTorch's own kernel is faster than widening
 KERNEL_ROWS = 32  # up to here `bf16_rows` is
@@ -134,7 +134,7 @@ def widen(layers: dict[str, nn.Linear]) -> int:
         if layer.in_features <= PIECE and layer.weight.dtype in (torch.bfloat16, torch.float16):
             layer.__class__ = WideningLinear
             layer.scratch = scratch
-            fits = layer.in_features % LANES == 0 and layer.out_features % 2 == 0 and layer.weight.is_contiguous()
+            fits = layer.in_features % STEP == 0 and layer.weight.is_contiguous()
             kernel = bf16_rows() if fits and layer.weight.dtype == torch.bfloat16 else None
             layer.__dict__["kernel"] = kernel  # not a parameter or module
             count += 1
