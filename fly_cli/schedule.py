@@ -35,7 +35,7 @@ PRIOR_WEIGHT = 4.0  # trials that a prior counts for
 TRIAL_DECAY = 0.98  # weight of a trial one trial later
 ROUND_DECAY = 0.9  # weight of a round one round later
 EXPECTED_TOKENS = 16  # that an answer still has at least, besides as many as it has already
-SAVED_SHARE = 0.5  # of the target's time for a token, that a draft model saves where it is of use
+SAVED_SHARE = 0.5  # of the time that a token takes anyway, that a draft model saves where it is of use
 LONGEST_REST = 32  # rounds between two trials of a draft model that does not pay
 
 
@@ -224,10 +224,11 @@ class Adaptive:
         """Whether the draft model should read a text of so many tokens, of which so many are new, to draft behind it.
 
         That takes its time once, and nobody knows how long the answer will be: short answers to long prompts would
-        come later than without drafts. So the longer the text, the more of the answer has to be there first.
+        come later than without drafts. So the longer the text, the more of the answer has to be there first; and where
+        copying it is fast already, there is less to save.
         """
         seconds = self.costs.step_seconds(num_tokens) - self.costs.step_seconds()
-        return (num_new + EXPECTED_TOKENS) * SAVED_SHARE * self.costs.verify_seconds(0) >= seconds
+        return (num_new + EXPECTED_TOKENS) * SAVED_SHARE >= seconds * self.rate
 
     def _gain(self, tokens: float, seconds: float) -> float:
         """What a round brings beyond what its time is worth."""

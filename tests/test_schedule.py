@@ -107,6 +107,9 @@ def test_a_long_prompt_is_read_by_the_draft_model_only_when_the_answer_is_long_e
     assert not policy.pays_to_read(800, 0)
     assert not policy.pays_to_read(820, 20)
     assert policy.pays_to_read(840, 40)
+    policy.rounds.add(tokens=40, seconds=10)  # copying is four times as fast as the target
+    assert not policy.pays_to_read(840, 40)
+    assert policy.pays_to_read(940, 180)
     assert Adaptive(CHEAP_ROWS).pays_to_read(100_000, 0)  # where rows cost nothing
 
 
