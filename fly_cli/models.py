@@ -19,6 +19,7 @@ from .cached_model import CachedModel, DraftModel
 from .catalog import Catalog, load_catalog
 from .compiled import CompileError, compiled
 from .costs import load_costs, measure_costs, store_costs
+from .cpu_attention import speed_up_attention
 from .cpu_linear import speed_up_linears
 from .descriptions import locate_description
 from .errors import SettingsError
@@ -227,6 +228,7 @@ def tried(model: Any, place: Placement, vocab_size: int, *, plain_layers: bool) 
     """A model that has run once, with faster layers unless they must be plain."""
     if isinstance(model, Int4Model):
         return model
+    speed_up_attention(model)
     if place.quantize != OWN_INT8 and not plain_layers:
         speed_up_linears(model)
     return CachedModel(model, name=place.name, vocab_size=vocab_size)
@@ -242,6 +244,7 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     plain = replace(place, dtype=choose_dtype(settings.dtype, draft_device(place)), quantize=NONE)
     with quiet_libraries():
         assistant = load_model(located, plain, settings, progress or Silent())
+    speed_up_attention(assistant)
     speed_up_linears(assistant)
     return replace(pair, assistant=assistant)
 

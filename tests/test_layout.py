@@ -41,6 +41,7 @@ RANKS = [
         "cached_model",
         "rope",
         "cpu_linear",
+        "cpu_attention",
         "quantized",
         "int4",
         "compiled",
