@@ -78,7 +78,7 @@ def load(library: Path) -> Kernel:
     def kernel(input: Tensor, weight: Tensor) -> Tensor:
         (rows, width), height = input.shape, weight.shape[0]
         output = input.new_empty(rows, height)
-        parted = torch.empty(rows, width)  # tensors begin at cache lines, as what is read over and over should
+        parted = torch.empty_like(input)  # tensors begin at cache lines, as what is read over and over should
         tensors = (input, weight, output, parted)
         function(*(one.data_ptr() for one in tensors), rows, width, height, torch.get_num_threads())
         return output
@@ -89,9 +89,9 @@ def load(library: Path) -> Kernel:
 def is_right(kernel: Kernel) -> bool:
     """The self-test, on a small layer."""
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(46, 3 * STEP, generator=generator).bfloat16()
+    weight = torch.randn(46, 3 * STEP, generator=generator, dtype=torch.float32).bfloat16()
     for rows in (1, 5, 13):
-        input = torch.randn(rows, 3 * STEP, generator=generator)
+        input = torch.randn(rows, 3 * STEP, generator=generator, dtype=torch.float32)
         right = input @ weight.float().T
         if not (kernel(input, weight) - right).abs().max() <= LARGEST_ERROR * right.abs().max():  # a NaN is wrong too
             return False

@@ -48,6 +48,8 @@ def load_placed(source: Source, place: Placement) -> tuple[Any, Placement]:
 
 def load_in_form(source: Source, place: Placement) -> tuple[Any, Placement]:
     """As `load_placed`; memory errors are those of the libraries."""
+    if place.quantize != OWN_INT4:
+        source.alone()  # loaders change the default dtype of all threads
     if place.quantize not in (OWN_INT4, OWN_INT8):
         return load_model(source.located, place, source.settings, source.progress), place
     with join_team(source.settings.processes).in_turn():  # what one has prepared, others only read
@@ -56,10 +58,10 @@ def load_in_form(source: Source, place: Placement) -> tuple[Any, Placement]:
                 return load_int4(source, place), place
             except Int4Error as error:
                 place = place_without_int4(source, place, error)
+                source.alone()
         if place.quantize == OWN_INT8:
             model = read_int8(source, place)
             if model is None:
-                source.alone()
                 model = prepare_int8(source, place)
             return model, place
         return load_model(source.located, place, source.settings, source.progress), place

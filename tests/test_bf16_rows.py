@@ -41,6 +41,18 @@ def test_values_that_are_not_numbers_stay_so(kernel):
     assert kernel(input, weight)[:, 0].tolist() == pytest.approx([16, float("nan"), float("inf")], nan_ok=True)
 
 
+def test_the_default_dtype_of_other_threads_does_not_matter(kernel):
+    weight, input = torch.randn(46, 1536).bfloat16(), torch.randn(13, 1536)
+    right = kernel(input, weight)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as while a model is loaded
+    try:
+        assert is_right(kernel)
+        assert torch.equal(kernel(input, weight), right)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_a_wrong_kernel_is_found_out(kernel):
     assert is_right(kernel)
     assert not is_right(lambda input, weight: kernel(input, weight) * 1.01)
