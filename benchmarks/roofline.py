@@ -23,8 +23,9 @@ from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_costs
 from fly_cli.cpu_linear import PackedLinear
 from fly_cli.int4 import BYTES_PER_WEIGHT
 from fly_cli.machine import processor_name
-from fly_cli.placement import PLANNED_TOKENS, Placement
+from fly_cli.placement import Placement
 from fly_cli.quantized import Int8Linear
+from fly_cli.skeleton import PLANNED_TOKENS
 
 BUFFER_BYTES = 1_600_000_000
 REPEATS = 7

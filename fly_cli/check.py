@@ -12,11 +12,12 @@ from .descriptions import locate_description
 from .errors import FlyError, ModelError, OutOfMemoryError
 from .models import quiet_libraries
 from .pairing import DRAFTS, Outlook, examine
-from .placement import PLANNED_TOKENS, bytes_by_device
+from .placement import bytes_by_device
 from .progress import Progress
 from .requirements import refuse_other_releases
 from .rope import context_length
 from .settings import LOOKUP, ModelSettings
+from .skeleton import PLANNED_TOKENS
 from .vocabulary import Vocabularies, load_tokenizer, special_tokens
 from .weights import Located, check_folder
 

@@ -16,10 +16,11 @@ from .cached_model import CachedModel
 from .errors import ModelError, SettingsError, is_out_of_memory, memory_errors
 from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
-from .placement import Placement, Skeleton, gigabytes, place_draft, skeleton
+from .placement import Placement, gigabytes, place_draft
 from .progress import Progress
 from .quantized import fill, keep_prepared, prepared_file, quantized_state, read_prepared
 from .settings import ModelSettings
+from .skeleton import Skeleton, skeleton
 from .storage import exclusive, require_memory
 from .team import join_team
 from .text import one_line

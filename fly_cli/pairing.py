@@ -12,8 +12,9 @@ from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from .cache_layers import CacheLayers, cache_layers, not_causal, not_rewindable
 from .errors import FlyError, OutOfMemoryError, UnsupportedModelError
-from .placement import Placement, Skeleton, free_memory, plan, skeleton
+from .placement import Placement, free_memory, plan
 from .settings import ModelSettings, TextSettings
+from .skeleton import Skeleton, skeleton
 from .spelling import Spelling, Translation
 from .text import Codec, one_line
 from .vocabulary import Match, Vocabularies, compare_vocabularies, load_tokenizer

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import infer_auto_device_map, init_empty_weights
+from accelerate import infer_auto_device_map
 from accelerate.utils import check_device_map, get_max_memory
 from accelerate.utils.modeling import convert_file_size_to_int
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import CONFIG_NAME
 
 from .errors import OutOfMemoryError, SettingsError, UnsupportedModelError
 from .int4 import LEAST_PARAMETERS, int4_bytes, no_int4
@@ -34,12 +30,10 @@ from .lowbit import (
 )
 from .processes import place_of
 from .quantized import int8_works, quantized_bytes, worth_quantizing
-from .rope import LengthRope, context_length
 from .settings import ModelSettings
+from .skeleton import Skeleton
 from .text import one_line
 
-MOST_OF = ((("layers", "layer", "experts"), 4096), (("_size", "_dim", "heads", "n_embd"), 2**24))  # ends of names
-PLANNED_TOKENS = 4096  # cache that a plan leaves room for
 HEADROOM = 0.05  # share of each device's free memory that is left alone (activations, fragmentation)
 WHOLE = {
     "replicate",
@@ -49,26 +43,6 @@ WHOLE = {
     "local_params",
 }  # styles of plans
 DeviceMap = dict[str, int | str | torch.device]
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """A model without weights: what is needed to plan for it."""
-
-    name: str
-    model: Any  # parameters on the meta device
-    cache_bytes_per_value: int  # cached numbers a token
-
-    @property
-    def num_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.model.parameters())
-
-    def weight_bytes(self, dtype: torch.dtype, form: Form | None = None) -> int:
-        return sum(parameter_bytes(self.model, dtype, form).values())
-
-    def cache_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of the cache of `PLANNED_TOKENS` tokens."""
-        return self.cache_bytes_per_value * dtype.itemsize * PLANNED_TOKENS
 
 
 @dataclass(frozen=True)
@@ -103,51 +77,6 @@ class Placement:
             **({"processes": self.processes} if self.processes > 1 else {}),
             **({"compiled": True} if self.compiled else {}),
         }
-
-
-def skeleton(name: str, folder: Path, *, trust_remote_code: bool = False) -> Skeleton:
-    """The model of a local folder, without weights. Raises `UnsupportedModelError` for what cannot be built."""
-    try:
-        refuse_absurd_sizes(json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8")))
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-        with init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-        model.tie_weights()
-        text = config.get_text_config(decoder=True)
-        context_length(text), LengthRope(model, text)  # read only later, and told of here where they make no sense
-        return Skeleton(name, model, cached_numbers(text))
-    except MemoryError:
-        raise
-    except Exception as error:  # a config may hold anything, and a model class may raise anything about it
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModelError(
-                f"`{name}` needs code of its own to run, and that code is not run unless you say so",
-                hint=f"read the code in `{folder}` first, then add `--trust-remote-code`",
-            ) from error
-        raise UnsupportedModelError(
-            f"`{name}` is not a causal language model that this version of transformers can build from its "
-            f"{CONFIG_NAME}: {one_line(error)}",
-            hint=f"check `{folder / CONFIG_NAME}`, or use another model",
-        ) from error
-
-
-def refuse_absurd_sizes(config: Any) -> None:
-    """Raise `ValueError` for a config of more layers than can be built in seconds, or sizes that no model has."""
-    for name, value in config.items() if isinstance(config, dict) else ():
-        refuse_absurd_sizes(value)
-        most = next((most for ends, most in MOST_OF if name.endswith(ends)), None)
-        if most is not None and isinstance(value, int | float) and value > most:
-            raise ValueError(f"`{name}` is {value}, and {most} is the most that is known here")
-
-
-def cached_numbers(text: Any) -> int:
-    """Keys and values that a model of this text config caches for each token."""
-    numbers = 0
-    for layer in text.per_layer_config:
-        heads = getattr(layer, "num_attention_heads", 1)
-        width = getattr(layer, "head_dim", None) or layer.hidden_size // heads
-        numbers += int(2 * (getattr(layer, "num_key_value_heads", None) or heads) * width)
-    return numbers
 
 
 def plan(

@@ -38,6 +38,7 @@ RANKS = [
         "convert",
         "weights",
         "placement",
+        "skeleton",
         "cached_model",
         "rope",
         "cpu_linear",

@@ -16,8 +16,9 @@ from fly_cli.cached_model import CachedModel
 from fly_cli.errors import OutOfMemoryError, SettingsError
 from fly_cli.lowbit import BITSANDBYTES, TORCHAO, Form, choose_form, form_of, quantization_config, quantized_layers
 from fly_cli.models import load_pair
-from fly_cli.placement import plan, skeleton
+from fly_cli.placement import plan
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
+from fly_cli.skeleton import skeleton
 
 CPU = torch.device("cpu")
 FORMS = [Form(library, kind) for library in (TORCHAO, BITSANDBYTES) for kind in ("int8", "int4")]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from text_helpers import words
 from transformers import Gemma3Config, LlamaForCausalLM
 
-from fly_cli import loading, placement
+from fly_cli import loading
 from fly_cli.api import generate
 from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
@@ -338,7 +338,7 @@ def test_an_interruption_while_a_config_is_read_is_not_taken_for_a_bad_file(tiny
     def fail(*_, **__):
         raise error
 
-    monkeypatch.setattr(placement.AutoConfig, "from_pretrained", fail)
+    monkeypatch.setattr("fly_cli.skeleton.AutoConfig.from_pretrained", fail)
     with pytest.raises(error):
         load(tiny_pair_dirs[0])
 

@@ -6,8 +6,9 @@ from models_for_tests import tiny_config
 
 from fly_cli import lowbit, placement
 from fly_cli.errors import OutOfMemoryError, SettingsError, UnsupportedModelError
-from fly_cli.placement import choose_dtype, plan, skeleton
+from fly_cli.placement import choose_dtype, plan
 from fly_cli.settings import ModelSettings
+from fly_cli.skeleton import PLANNED_TOKENS, skeleton
 
 MB = 1_000_000
 
@@ -59,7 +60,7 @@ def test_a_skeleton_knows_sizes_without_weights(folder):
     assert model.weight_bytes(torch.float32) == 4 * model.num_parameters
     assert model.weight_bytes(torch.bfloat16) == 2 * model.num_parameters
     # 4 layers, keys and values, one head of 128
-    assert model.cache_bytes(torch.float32) == 4 * 2 * 128 * 4 * placement.PLANNED_TOKENS
+    assert model.cache_bytes(torch.float32) == 4 * 2 * 128 * 4 * PLANNED_TOKENS
 
 
 def test_tied_weights_count_once(tmp_path):

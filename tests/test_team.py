@@ -17,9 +17,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from fly_cli import api, models, placement
 from fly_cli.errors import OutOfMemoryError, SettingsError, UnsupportedModelError, UsageError
 from fly_cli.models import load_pair
-from fly_cli.placement import plan, skeleton
+from fly_cli.placement import plan
 from fly_cli.processes import Processes
 from fly_cli.settings import DecodeSettings, ModelSettings, TextSettings
+from fly_cli.skeleton import skeleton
 from fly_cli.team import join_team
 
 HERE = Path(__file__).parent
