@@ -129,9 +129,9 @@ class CachedModel:
             kept, self._switched = 0, switched
         dropped = len(self._ids) - kept
         cached, self._ids = self._ids[:kept], []
-        if dropped:
-            self._drop(dropped)
         try:
+            if dropped:
+                self._drop(dropped)
             start = kept
             while len(ids) - last - start >= (rows := prefill_rows(len(ids))):  # nobody reads these rows
                 self._forward(ids, start, start + rows, 1)

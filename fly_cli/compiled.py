@@ -2,13 +2,13 @@
 
 A step over one row is bound by those launches, not by the memory, and a draft model makes a dozen of them a round.
 Compiled code needs tensors that stay where they are, so the cache has a fixed length; a text that outgrows it is read
-again into one twice as long. Prompts and blocks of rows run as they are, on the same cache.
+again into one that grows, and goes on with plain steps. Prompts and blocks of rows run as they are, on the same cache.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -18,9 +18,10 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
 from .cached_model import CachedModel
+from .skeleton import PLANNED_TOKENS
 from .storage import default_cache_dir
 
-LEAST_LENGTH = 1024  # tokens of the shortest cache
+LENGTH = PLANNED_TOKENS  # tokens of the cache
 LIKENESS = 0.98  # cosine of the logits of a compiled step and of the plain model, at least
 PROBED, TRIED = 16, 8  # tokens of the text that both are tried on: read at once, and step by step
 Compiler = Callable[[Any], Any]
@@ -31,7 +32,7 @@ class CompileError(Exception):
 
 
 class CompiledModel(CachedModel):
-    """A `CachedModel` on caches of fixed lengths whose forwards over one row are compiled.
+    """A `CachedModel` on a cache of fixed length whose forwards over one row are compiled.
 
     A step that cannot be compiled raises what the compiler raises; `compiled` makes one that was tried.
     """
@@ -39,33 +40,32 @@ class CompiledModel(CachedModel):
     _gradients_off = torch.no_grad  # compiled code takes inference tensors for another kind
 
     def __init__(self, plain: CachedModel, compiler: Compiler) -> None:
-        self._caches: dict[int, StaticCache] = {}
-        self._length = LEAST_LENGTH
+        self._fixed = StaticCache(config=plain.config, max_cache_len=LENGTH)
+        self._fits = True  # the text, into the cache of fixed length
         self._step = compiler(plain.model.forward)
         super().__init__(plain.model, name=plain.name, vocab_size=plain.vocab_size)
 
-    def read(self, ids: Any, last: int = 1) -> Tensor:
+    def read(self, ids: Sequence[int], last: int = 1) -> Tensor:
         """As `CachedModel.read`."""
-        if len(ids) > self._length:
-            while len(ids) > self._length:
-                self._length *= 2
+        if self._fits and len(ids) > LENGTH:
+            self._fits = False
             self._forget()
         return super().read(ids, last)
 
     def reset(self) -> None:
         """As `CachedModel.reset`."""
-        self._length = LEAST_LENGTH
+        self._fits = True
         super().reset()
 
     def _new_cache(self) -> Cache:
-        """The cache of that length, empty: compiled code knows it by its place."""
-        if self._length not in self._caches:
-            self._caches[self._length] = StaticCache(config=self.config, max_cache_len=self._length)
-        self._caches[self._length].reset()
-        return self._caches[self._length]
+        """An empty cache: of the fixed length always the same, since compiled code knows it by its place."""
+        if not self._fits:
+            return super()._new_cache()
+        self._fixed.reset()
+        return self._fixed
 
     def _call(self, inputs: Tensor, **wanted: Any) -> Tensor:
-        if inputs.shape[1] > 1 or not self._cache.layers[0].is_initialized:
+        if inputs.shape[1] > 1 or self._cache is not self._fixed or not self._fixed.layers[0].is_initialized:
             return super()._call(inputs, **wanted)
         if inputs.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
@@ -79,7 +79,7 @@ class CompiledModel(CachedModel):
 def compiled(plain: CachedModel, *, faster: bool, compiler: Compiler | None = None) -> CompiledModel:
     """The model with compiled steps, compared with itself as it is. Raises `CompileError`.
 
-    `faster`: also where it is right, and takes as long.
+    `faster`: also where a compiled step is right, and takes as long as a plain one.
     """
     if reason := no_compile(plain):
         raise CompileError(reason)

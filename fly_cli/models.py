@@ -176,12 +176,14 @@ def load_and_try(
     """
     places = list(outlook.places)
     trying: list[Future[Any]] = []
+    speed_up_attention()
     with ThreadPoolExecutor(1) as pool:
         for index, (located, empty) in enumerate(zip(folders, outlook.skeletons, strict=True)):
             # Making skeletons, as preparing weights does, changes how all threads make layers.
             source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(trying))
             model, places[index] = load_placed(source, places[index])
-            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], plain_layers=plain_layers))
+            plain = plain_layers or (index == 1 and settings.compile == "on")  # a compiler cannot see into ours
+            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], plain_layers=plain))
     try:
         cached = [one.result() for one in trying]
     except AttributeError:
@@ -200,16 +202,17 @@ def with_compiled_steps(
     wanted = settings.compile
     if wanted == "off" or (wanted == "auto" and draft_device(place).type != "cuda"):
         return draft, place
+    own = place.quantize if place.quantize in (OWN_INT4, OWN_INT8) else ""
     try:
-        if place.quantize in (OWN_INT4, OWN_INT8):
-            raise CompileError(f"its {place.quantize} weights have kernels of their own")
+        if own:
+            raise CompileError(f"its {own} weights have kernels of their own")
         progress.start(f"compiling the steps of {place.name} (a minute or two the first time)", None)
         return compiled(draft, faster=wanted == "auto"), replace(place, compiled=True)
     except CompileError as error:
         if wanted == "on":
             raise SettingsError(
                 f"`{place.name}` cannot draft with compiled steps: {error}",
-                hint="use `--compile auto`, or `--draft-quantize none`",
+                hint="use `--compile auto`" + (own and ", or `--draft-quantize none`"),
             ) from error
         progress.note(f"`{place.name}` drafts without compiled steps: {error}")
         draft.reset()
@@ -228,7 +231,6 @@ def tried(model: Any, place: Placement, vocab_size: int, *, plain_layers: bool) 
     """A model that has run once, with faster layers unless they must be plain."""
     if isinstance(model, Int4Model):
         return model
-    speed_up_attention(model)
     if place.quantize != OWN_INT8 and not plain_layers:
         speed_up_linears(model)
     return CachedModel(model, name=place.name, vocab_size=vocab_size)
@@ -244,7 +246,6 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     plain = replace(place, dtype=choose_dtype(settings.dtype, draft_device(place)), quantize=NONE)
     with quiet_libraries():
         assistant = load_model(located, plain, settings, progress or Silent())
-    speed_up_attention(assistant)
     speed_up_linears(assistant)
     return replace(pair, assistant=assistant)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, requires, version
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from .errors import ModelError
 
@@ -25,7 +26,8 @@ def refuse_other_releases() -> None:
             found = version(needed.name)
         except PackageNotFoundError:
             found = None
-        if found is None or not needed.specifier.contains(found, prereleases=True):
+        # A build of somebody's own, as 2.14.0a0, counts as the release that it leads to.
+        if found is None or not needed.specifier.contains(Version(found).base_version):
             there = f"{needed.name} {found} is installed" if found else f"{needed.name} is not installed"
             raise ModelError(
                 f"{there}, and fly works with {needed.specifier}",

@@ -90,8 +90,10 @@ def limited(work: Callable[[], object], more_bytes: int) -> None:
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()
-        with suppress(ValueError, OSError):  # a lower limit is there already
-            resource.setrlimit(resource.RLIMIT_AS, (now + more_bytes, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        longest = int(2 * MOST_SECONDS)  # for a copy that nobody ends, since the other process was killed
+        for kind, most in ((resource.RLIMIT_AS, now + more_bytes), (resource.RLIMIT_CPU, longest)):
+            with suppress(ValueError, OSError):  # a lower limit is there already
+                resource.setrlimit(kind, (most, resource.getrlimit(kind)[1]))
         work()
         code = 0
     finally:

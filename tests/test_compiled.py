@@ -1,4 +1,4 @@
-"""Compiled steps of a draft model: the plain model's logits, one compilation a length, and never without a comparison.
+"""Compiled steps of a draft model: the plain model's logits, one compilation, and never without a comparison.
 
 The compiler here traces and guards as it does for a GPU, and then runs what it traced as it is.
 """
@@ -13,7 +13,7 @@ from models_for_tests import noisy_copy, tiny_llama
 from fly_cli import compiled as compiled_module
 from fly_cli.api import generate
 from fly_cli.cached_model import CachedModel
-from fly_cli.compiled import LEAST_LENGTH, CompileError, compiled
+from fly_cli.compiled import CompileError, compiled
 from fly_cli.errors import SettingsError
 from fly_cli.models import load_pair
 from fly_cli.settings import DecodeSettings, ModelSettings, TextSettings
@@ -62,17 +62,17 @@ def test_logits_are_the_plain_models_through_drafts_and_rejections_and_one_compi
     assert traced.count == 1
 
 
-def test_a_text_that_outgrows_the_cache_goes_on_in_a_longer_one(traced):
+def test_a_text_that_outgrows_the_cache_goes_on_without_another_compilation(traced, monkeypatch):
+    monkeypatch.setattr(compiled_module, "LENGTH", 64)
     plain = plain_model()
     model = compiled(plain, faster=False, compiler=traced)
-    ids = [(7 * i) % 256 for i in range(LEAST_LENGTH + 5)]
-    for end in (LEAST_LENGTH - 1, LEAST_LENGTH, LEAST_LENGTH + 1, LEAST_LENGTH + 2, LEAST_LENGTH + 5):
+    ids = [(7 * i) % 256 for i in range(80)]
+    for end in (62, 63, 64, 65, 66, 80, 79):
         torch.testing.assert_close(model.read(ids[:end]), plain.read(ids[:end]), atol=1e-3, rtol=1e-3)
-    assert traced.count == 2
     model.reset()
-    torch.testing.assert_close(model.read(ids[:50]), plain.read(ids[:50]), atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(model.read(ids[:51]), plain.read(ids[:51]), atol=1e-3, rtol=1e-3)
-    assert traced.count == 2  # the first length is known
+    for end in (50, 51, 52):
+        torch.testing.assert_close(model.read(ids[:end]), plain.read(ids[:end]), atol=1e-3, rtol=1e-3)
+    assert traced.count == 1
 
 
 def test_steps_that_give_other_logits_are_not_used(traced):

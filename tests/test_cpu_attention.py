@@ -4,13 +4,16 @@ import random
 
 import pytest
 import torch
-from architectures import ALL, CONTEXT
-from models_for_tests import tiny_llama
+import transformers as t
+from architectures import ALL, CONTEXT, LATENT, made
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fly_cli import cpu_attention
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_attention import MOST_ROWS, OURS, attend, speed_up_attention
+from fly_cli.cpu_attention import MOST_ROWS, NAME, attend, is_ours, speed_up_attention
+from fly_cli.models import load_pair
+from fly_cli.settings import LOOKUP, ModelSettings
 
 
 class Layer(torch.nn.Module):
@@ -39,33 +42,56 @@ def test_it_is_what_transformers_own_gives(dtype, mask, rows, length):
     torch.testing.assert_close(output.float(), wide, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.fixture
+def usual(monkeypatch):
+    """A process in which nobody has changed how models attend; it is one again in the end."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, NAME, sdpa_attention_forward)
+
+
+SPARSE = {
+    "deepseek-v3.2, few indexed": lambda: made(
+        t.DeepseekV32ForCausalLM, t.DeepseekV32Config, **LATENT, index_n_heads=2, index_head_dim=16, index_topk=8
+    )
+}
+
+
+@pytest.mark.usefixtures("usual")
+@pytest.mark.parametrize("name", ALL | SPARSE)
 def test_models_give_the_logits_that_they_gave_before(name):
-    model, dice = ALL[name](), random.Random(1)
+    model, dice = (ALL | SPARSE)[name](), random.Random(1)
     ids = [dice.randrange(256) for _ in range(CONTEXT + 30)]
-    reads = [(CONTEXT - 5, 1), (CONTEXT - 4, 1), (CONTEXT, 3), (CONTEXT + 1, 1), (CONTEXT + 8, 7), (CONTEXT + 30, 2)]
+    reads = [(CONTEXT - 5, 3), (CONTEXT - 4, 1), (CONTEXT, 3), (CONTEXT + 1, 1), (CONTEXT + 8, 7), (CONTEXT + 30, 2)]
 
     def logits():
         cached = CachedModel(model, name=name)
         return [cached.read(ids[:end], last) for end, last in reads]
 
     before = logits()
-    changed = speed_up_attention(model)
-    assert changed is (model.config.get_text_config(decoder=True)._attn_implementation == OURS)
+    speed_up_attention()
     for one, other in zip(before, logits(), strict=True):
         torch.testing.assert_close(other, one, atol=1e-3, rtol=1e-3)
 
 
-def test_most_models_have_it():
-    assert sum(speed_up_attention(make()) for make in ALL.values()) >= len(ALL) / 2
+@pytest.mark.usefixtures("usual")
+def test_a_pair_that_is_loaded_has_it(tiny_pair_dirs, monkeypatch):
+    calls = []
+    monkeypatch.setattr(cpu_attention, "is_ours", lambda *given: calls.append(1) or is_ours(*given))
+    load_pair(ModelSettings(target=str(tiny_pair_dirs[0]), draft=LOOKUP, device_map="cpu"))
+    assert calls
 
 
 @pytest.mark.parametrize("multiplies", [False, True])
-def test_sixteen_bit_models_keep_their_own_where_the_cpu_has_instructions_for_them(monkeypatch, multiplies):
+def test_sixteen_bit_rows_go_the_usual_way_where_the_cpu_has_instructions_for_them(monkeypatch, multiplies):
     monkeypatch.setattr(cpu_attention, "cpu_multiplies_16_bit", lambda: multiplies)
-    assert speed_up_attention(tiny_llama(0).bfloat16()) is not multiplies
-    assert speed_up_attention(tiny_llama(0))
+    row = torch.zeros(1, 2, 1, 16)
+    assert is_ours(row, None, {}) and is_ours(row.bfloat16(), None, {}) is not multiplies
 
 
-def test_what_was_asked_to_attend_otherwise_stays_so():
-    assert not speed_up_attention(tiny_llama(0, attn_implementation="eager"))
+@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"softcap": 30.0}, {"indices": [3]}, {"position_bias": 1}], ids=str)
+def test_what_else_a_model_asks_for_is_left_to_the_library(more):
+    row = torch.zeros(1, 2, 1, 16)
+    assert not is_ours(row, None, more)
+    assert is_ours(row, None, {"dropout": 0.0, "scaling": 0.1, "softcap": None, "sliding_window": 8})
+    assert not is_ours(row.expand(-1, -1, 5, -1), None, {})  # a block without a mask
+    assert not is_ours(torch.zeros(1, 2, MOST_ROWS + 1, 16), torch.ones(1), {})
+    assert not is_ours(row.to("meta"), None, {})

@@ -42,7 +42,9 @@ def test_another_release_of_a_library_is_refused_before_anything_is_loaded(monke
     assert caught.value.hint.startswith(f"pip install '{package}")
 
 
-@pytest.mark.parametrize(("package", "release"), [("transformers", "5.24.99"), ("torch", "2.14.0.dev1+cu130")])
+@pytest.mark.parametrize(
+    ("package", "release"), [("transformers", "5.24.99"), ("torch", "2.14.0.dev1+cu130"), ("torch", "2.13.0a0+1")]
+)
 def test_a_later_patch_or_a_build_of_ones_own_is_accepted(monkeypatch, package, release):
     other_release(monkeypatch, package, release)
     requirements.refuse_other_releases()

@@ -88,6 +88,7 @@ class Job:
             self.check()
         if self.processes.world == 1 and self.is_done():
             self.talk.note("all turns are done already")
+            Results(self.folder).merge(self.plan.row_keys())
             return self.finish(as_json=as_json, keep=keep, plots=plots)
         pair = pair or load(self.settings, catalog, self.talk)
         if any(arm.kind == "hf-assisted" for arm in self.plan.arms):

@@ -15,6 +15,7 @@ from ..errors import ExitCode
 from ..graphemes import visible_line
 from ..json_text import json_text
 from ..render import write
+from ..requirements import refuse_other_releases
 from ..storage import size_text
 from ..theme import ColorPolicy, decide_color
 from . import common
@@ -70,6 +71,7 @@ def check(
     settings = common.effective(layers, catalog)
     talk = Talk(settings.output)
     with talk.status("starting"):
+        refuse_other_releases()  # whose imports may fail already
         quiet_imports()
         from ..check import check_pair
     with closing_progress(talk.progress()) as progress:

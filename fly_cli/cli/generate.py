@@ -23,6 +23,7 @@ from ..processes import join
 from ..progress import Progress
 from ..prompts import JSONL_SUFFIXES, Gathered, Prompt, gather, read_stdin
 from ..render import Sink, make_renderer, write
+from ..requirements import refuse_other_releases
 from ..storage import size_text
 from ..theme import decide_color
 from ..trace import TraceWriter
@@ -195,6 +196,7 @@ def load(settings: Effective, catalog: Catalog, talk: Talk) -> Pair:
     """The loaded pair. What takes seconds is imported here, after all checks that need no model."""
     with without_garbage_collection():
         with talk.status("starting"):
+            refuse_other_releases()  # whose imports may fail already
             quiet_imports()
             from ..models import load_pair
         interruption.check()
