@@ -21,7 +21,7 @@ ENDED_EARLY = "ended early"
 RESUME = "what was done is kept, and `--resume` goes on from there"
 FIRST_ERROR = "error of the first process"
 POLL_SECONDS = 0.1
-SAME_ERROR_SECONDS = 2.0  # for the first process to come upon what this one did
+SAME_ERROR_SECONDS = 5.0  # for the first process to come upon what this one did
 PATIENCE = timedelta(minutes=10)  # for the others to start
 
 

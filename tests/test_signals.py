@@ -20,7 +20,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals and terminals")
 
 HELPERS = Path(__file__).with_name("cli_helpers.py")
-PATIENCE = 20.0  # seconds, for a busy machine
+PATIENCE = 60.0  # seconds, for a busy machine
 SHOW_CURSOR, HIDE_CURSOR = "\x1b[?25h", "\x1b[?25l"
 
 
