@@ -19,7 +19,7 @@ LOCAL_RANKS = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "M
 LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 ENDED_EARLY = "ended early"
 RESUME = "what was done is kept, and `--resume` goes on from there"
-FIRST_ERROR = "error of the first process"
+FIRST_ERROR, HEARD = "error of the first process", "heard of the error"
 POLL_SECONDS = 0.1
 SAME_ERROR_SECONDS = 5.0  # for the first process to come upon what this one did
 PATIENCE = timedelta(minutes=10)  # for the others to start
@@ -55,17 +55,24 @@ class Processes:
                 raise FlyError("another process of this run ended early", hint=f"its own message says why; {RESUME}")
             time.sleep(POLL_SECONDS)
 
-    def tells(self, message: str) -> bool:
-        """Whether this process is to show an error: the first one is, others unless the first shows the same."""
+    def tells(self, message: str, *, shared: bool = True) -> bool:
+        """Whether this process is to show an error: the first one is, others unless the first shows the same.
+
+        The first may hold the store, and so waits until the others have heard; `shared` says that they might come
+        upon the same.
+        """
         if self.store is None:
             return True
         try:
             if self.first:
                 self.store.set(FIRST_ERROR, message)
-                return True
-            for _ in range(round(SAME_ERROR_SECONDS / POLL_SECONDS)):
-                if self.store.check([FIRST_ERROR]):
-                    return bool(self.store.get(FIRST_ERROR).decode() != message)
+            for _ in range(round(SAME_ERROR_SECONDS / POLL_SECONDS) if shared or not self.first else 0):
+                if self.first and self.store.add(HEARD, 0) >= self.world - 1:
+                    break
+                if not self.first and self.store.check([FIRST_ERROR]):
+                    first_error: str = self.store.get(FIRST_ERROR).decode()
+                    self.store.add(HEARD, 1)
+                    return first_error != message
                 time.sleep(POLL_SECONDS)
         except RuntimeError:  # the store is gone, with the process that held it
             return True

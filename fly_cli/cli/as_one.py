@@ -26,6 +26,6 @@ def as_one(processes: Processes) -> Iterator[Alone]:
         leave()
     except FlyError as error:
         lost = isinstance(error, LostProcessError) and not processes.first  # whoever was lost, or the first, says why
-        if lost or not processes.tells(error.message):
+        if lost or not processes.tells(error.message, shared=not isinstance(error, LostProcessError)):
             raise typer.Exit(error.exit_code) from None
         raise
