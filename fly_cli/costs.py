@@ -25,6 +25,7 @@ MOST_ROWS = 64  # more rows are prefill
 MEASURED_ROWS = (1, 2, 4, 6, 7, 8, 12, 16, 24, 32)
 CONTEXT = 192  # tokens before a measured block
 REPEATS = 5
+BUSY = 2.0  # times as long as can be: another process had the cores
 
 
 def load_costs(placements: Sequence[Placement], cache_dir: Path | None = None) -> CostTable:
@@ -67,7 +68,7 @@ def store_costs(
 ) -> None:
     """Mix what the models took in this run into the stored table, half and half; `anew` forgets what was stored.
 
-    An unwritable cache is no error.
+    Times far beyond those of more rows are of a busy moment, and are forgotten. An unwritable cache is no error.
     """
     file = costs_file(placements, cache_dir)
     table = {} if anew else read(file)
@@ -76,12 +77,22 @@ def store_costs(
         for rows, seconds in model.timings.items():
             if rows <= MOST_ROWS:
                 known[rows] = (known.get(rows, median(seconds)) + median(seconds)) / 2
+        table[name] = without_outliers(known)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as unfinished:
             unfinished.write_text(json.dumps(table), encoding="utf-8")
     except OSError:
         return
+
+
+def without_outliers(known: Mapping[int, float]) -> dict[int, float]:
+    """The times but for those of rows that take `BUSY` times as long as a larger number of rows, or for each row more
+    than `BUSY` times what a single row takes."""
+    ceilings = {rows: BUSY * rows * known.get(1, math.inf) for rows in known}
+    for rows in known:
+        ceilings[rows] = min([ceilings[rows], *(BUSY * known[more] for more in known if more > rows)])
+    return {rows: seconds for rows, seconds in known.items() if seconds <= ceilings[rows]}
 
 
 def costs_file(placements: Sequence[Placement], cache_dir: Path | None) -> Path:

@@ -18,6 +18,7 @@ from .cpu_linear import cpu_multiplies_16_bit
 
 NAME = "sdpa"  # models look at it to see what masks they must make
 MOST_ROWS = 32
+multiplies_16_bit = cpu_multiplies_16_bit()  # asked once: a compiler cannot see into it
 HARMLESS = {"dropout", "scaling", "is_causal", "sliding_window", "position_ids", "use_cache", "cache", "logits_to_keep"}
 
 
@@ -49,7 +50,7 @@ def is_ours(query: Tensor, attention_mask: Tensor | None, more: dict[str, Any]) 
         and (rows == 1 or attention_mask is not None)
         and not more.get("dropout")
         and all(name in HARMLESS or value is None for name, value in more.items())
-        and (query.dtype == torch.float32 or not cpu_multiplies_16_bit())
+        and (query.dtype == torch.float32 or not multiplies_16_bit)
     )
 
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from statistics import linear_regression
 from typing import Any
 
 from .events import Origin
@@ -107,13 +108,15 @@ def rising(points: Mapping[int, float]) -> dict[int, float]:
 
 
 def interpolate(points: Mapping[int, float], rows: int) -> float:
-    """Seconds at `rows`. Outside the points the outer line goes on; more rows never take less time."""
+    """Seconds at `rows`. Behind the points goes on what is straight through all; more rows never take less time."""
     known = sorted(points.items())
     if len(known) == 1:
         return known[0][1]
     right = min(max(1, bisect_right([point[0] for point in known], rows)), len(known) - 1)
     (left_rows, left), (right_rows, upper) = known[right - 1], known[right]
     slope = max(0.0, (upper - left) / (right_rows - left_rows))
+    if rows > right_rows:  # far from what was measured, the last two points alone say little
+        return upper + max(0.0, linear_regression(*zip(*known, strict=True)).slope) * (rows - right_rows)
     return max(0.1 * left, left + slope * (rows - left_rows))
 
 

@@ -5,7 +5,7 @@ import torch
 from models_for_tests import tiny_llama
 
 from fly_cli.cached_model import CachedModel
-from fly_cli.costs import costs_file, load_costs, store_costs
+from fly_cli.costs import costs_file, load_costs, store_costs, without_outliers
 from fly_cli.placement import Placement
 
 PLACES = [
@@ -70,3 +70,15 @@ def test_a_cache_that_cannot_be_written_does_not_end_a_run(tmp_path, models):
 def test_the_table_is_plain_json(tmp_path, models):
     store_costs(PLACES, models, tmp_path)
     assert set(json.loads(costs_file(PLACES, tmp_path).read_text())) == {"target", "draft"}
+
+
+def test_times_of_a_busy_moment_are_forgotten():
+    quiet = {1: 0.147, 4: 0.15, 6: 0.207, 8: 0.23, 32: 0.765, 40: 1.1}
+    busy = {5: 2.895, 31: 7.904, 35: 23.2}
+    assert without_outliers(quiet | busy) == quiet
+    assert without_outliers({1: 5.0, 4: 0.15, 8: 0.2}) == {4: 0.15, 8: 0.2}
+    assert without_outliers({1: 0.1, 2: 0.2, 16: 1.6}) == {
+        1: 0.1,
+        2: 0.2,
+        16: 1.6,
+    }  # a row each time

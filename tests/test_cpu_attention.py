@@ -82,7 +82,7 @@ def test_a_pair_that_is_loaded_has_it(tiny_pair_dirs, monkeypatch):
 
 @pytest.mark.parametrize("multiplies", [False, True])
 def test_sixteen_bit_rows_go_the_usual_way_where_the_cpu_has_instructions_for_them(monkeypatch, multiplies):
-    monkeypatch.setattr(cpu_attention, "cpu_multiplies_16_bit", lambda: multiplies)
+    monkeypatch.setattr(cpu_attention, "multiplies_16_bit", multiplies)
     row = torch.zeros(1, 2, 1, 16)
     assert is_ours(row, None, {}) and is_ours(row.bfloat16(), None, {}) is not multiplies
 

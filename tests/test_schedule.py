@@ -113,6 +113,12 @@ def test_a_long_prompt_is_read_by_the_draft_model_only_when_the_answer_is_long_e
     assert Adaptive(CHEAP_ROWS).pays_to_read(100_000, 0)  # where rows cost nothing
 
 
+def test_one_noisy_point_does_not_make_long_prompts_cheap():
+    measured = {1: 0.028, 2: 0.031, 4: 0.03, 8: 0.092, 16: 0.084, 32: 0.155}
+    for noise in ({}, {36: 0.349, 51: 0.234}, {36: 0.15, 51: 0.155}):
+        assert 4 < CostTable({1: 0.2}, measured | noise).step_seconds(1500) < 16
+
+
 def test_a_row_that_begins_a_block_pays_if_the_block_does():
     blocks = CostTable({1: 1.0, 6: 1.0, 7: 1.6, 12: 1.6, 13: 2.2, 18: 2.2}, {1: 0.02})
     policy = Adaptive(blocks)
