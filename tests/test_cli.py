@@ -15,6 +15,7 @@ import pytest
 from cli_helpers import Fly, Outcome
 from event_helpers import plain, run
 
+from fly_cli.cli.process import quiet_imports
 from fly_cli.errors import DecodeError, OutOfMemoryError
 from fly_cli.events import Event
 from fly_cli.prompts import Prompt
@@ -551,6 +552,17 @@ def test_the_shell_completes_commands_choices_and_model_names(typed: str, word: 
     command = [sys.executable, "-m", "fly_cli"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
     assert set(offered) <= set(done.stdout.split())
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "PASSIVE"), ("ACTIVE", "ACTIVE")])
+def test_threads_that_wait_do_not_take_the_cores_from_others_unless_asked(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, kept: str
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if given:
+        monkeypatch.setenv("OMP_WAIT_POLICY", given)
+    quiet_imports()
+    assert os.environ["OMP_WAIT_POLICY"] == kept
 
 
 def test_running_the_package_is_running_fly() -> None:

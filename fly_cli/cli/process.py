@@ -161,10 +161,15 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 def quiet_imports() -> None:
-    """Let libraries not warn about what is checked here, or does not matter: now, since some do when imported."""
+    """Prepare for libraries that are imported next.
+
+    They are not to warn about what is checked here, or does not matter. And OpenMP's threads are not to spin while they
+    wait: alone on the machine that brings nothing, and beside other work it makes everything many times slower.
+    """
     import logging
     import warnings
 
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if not sys.warnoptions:
         warnings.simplefilter("ignore")
     for name in ("torchao", "torch.utils._pytree"):
