@@ -79,7 +79,7 @@ class CompiledModel(CachedModel):
 def compiled(plain: CachedModel, *, faster: bool, compiler: Compiler | None = None) -> CompiledModel:
     """The model with compiled steps, compared with itself as it is. Raises `CompileError`.
 
-    `faster`: also where a compiled step is right, and takes as long as a plain one.
+    With `faster` also where a compiled step is right, and takes as long as a plain one.
     """
     if reason := no_compile(plain):
         raise CompileError(reason)

@@ -64,19 +64,30 @@ class Processes:
         if self.store is None:
             return True
         try:
-            if self.first:
-                self.store.set(FIRST_ERROR, message)
-            for _ in range(round(SAME_ERROR_SECONDS / POLL_SECONDS) if shared or not self.first else 0):
-                if self.first and self.store.add(HEARD, 0) >= self.world - 1:
-                    break
-                if not self.first and self.store.check([FIRST_ERROR]):
-                    first_error: str = self.store.get(FIRST_ERROR).decode()
-                    self.store.add(HEARD, 1)
-                    return first_error != message
-                time.sleep(POLL_SECONDS)
+            if not self.first:
+                return self._hears_another(message)
+            self.store.set(FIRST_ERROR, message)
+            if shared:
+                self._comes_true(lambda: self.store.add(HEARD, 0) >= self.world - 1)
         except RuntimeError:  # the store is gone, with the process that held it
-            return True
+            pass
         return True
+
+    def _hears_another(self, message: str) -> bool:
+        """Whether the first process has another error, or none in time."""
+        if not self._comes_true(lambda: self.store.check([FIRST_ERROR])):
+            return True
+        first_error: str = self.store.get(FIRST_ERROR).decode()
+        self.store.add(HEARD, 1)
+        return first_error != message
+
+    def _comes_true(self, condition: Callable[[], bool]) -> bool:
+        """Whether the condition holds within `SAME_ERROR_SECONDS`."""
+        for _ in range(round(SAME_ERROR_SECONDS / POLL_SECONDS)):
+            if condition():
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
     def _count(self, event: str, more: int) -> int:
         """How many have announced the event, with this process's own."""

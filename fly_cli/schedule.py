@@ -114,9 +114,9 @@ def interpolate(points: Mapping[int, float], rows: int) -> float:
         return known[0][1]
     right = min(max(1, bisect_right([point[0] for point in known], rows)), len(known) - 1)
     (left_rows, left), (right_rows, upper) = known[right - 1], known[right]
-    slope = max(0.0, (upper - left) / (right_rows - left_rows))
     if rows > right_rows:  # far from what was measured, the last two points alone say little
         return upper + max(0.0, linear_regression(*zip(*known, strict=True)).slope) * (rows - right_rows)
+    slope = max(0.0, (upper - left) / (right_rows - left_rows))
     return max(0.1 * left, left + slope * (rows - left_rows))
 
 
