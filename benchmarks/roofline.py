@@ -23,6 +23,7 @@ from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_costs
 from fly_cli.cpu_linear import PackedLinear
 from fly_cli.int4 import BYTES_PER_WEIGHT
 from fly_cli.machine import processor_name
+from fly_cli.panels import PanelLinear
 from fly_cli.placement import Placement
 from fly_cli.quantized import Int8Linear
 from fly_cli.skeleton import PLANNED_TOKENS
@@ -56,7 +57,9 @@ def weight_bytes(model: nn.Module) -> int:
     head = getattr(model.get_output_embeddings(), "weight", None)  # packed and int8 heads have none
     tied = head is not None and id(head) in looked_up
     plain = sum(p.nbytes for p in model.parameters() if id(p) not in looked_up)
-    packed = sum(layer.weight_bytes for layer in model.modules() if isinstance(layer, Int8Linear | PackedLinear))
+    packed = sum(
+        layer.weight_bytes for layer in model.modules() if isinstance(layer, Int8Linear | PackedLinear | PanelLinear)
+    )
     return plain + packed + (head.nbytes if tied else 0)
 
 

@@ -5,23 +5,25 @@ them in that order takes 1.4 times less for one row and 2 times less for 8 to 16
 are the same.
 
 Where it does not, PyTorch's kernel costs the same again for every row, so checking 16 tokens takes 10 times as long as
-one, and speculation cannot pay. Blocks of a few rows go to a kernel of ours (`bf16_rows`). Many rows, and all where
-that kernel cannot be had, are multiplied with weights that are widened to fp32 piece by piece, each piece small enough
-to stay in the cache: that takes a fixed time and then runs at fp32 speed.
+one, and speculation cannot pay. bf16 weights go to a kernel of ours (`panels`). Without it, and for fp16, many rows are
+multiplied with weights that are widened to fp32 piece by piece, each piece small enough to stay in the cache: that
+takes a fixed time and then runs at fp32 speed.
 Products and sums are fp32 in all ways, so the results differ by rounding alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from .bf16_rows import STEP, Kernel, bf16_rows
+from .panels import keep_panels, use_panels
+from .progress import Progress
 
 FEW_ROWS = 2  # up to here PyTorch's own kernel is faster than widening
-KERNEL_ROWS = 32  # up to here `bf16_rows` is
 PIECE = 786_432  # weights widened at a time: 3 MB in fp32
 PACKED_FOR_ROWS = 16
 LARGEST_ERROR = 0.02  # of the packed kernel's self-test, relative to the largest result; bf16 rounding makes 0.004
@@ -48,14 +50,10 @@ class WideningLinear(nn.Linear):
     """`nn.Linear` with 16-bit weights, computed in fp32 a piece at a time where there are more than a few rows."""
 
     scratch: Tensor  # [PIECE] fp32, shared by all layers of a model
-    kernel: Kernel | None  # for a few rows, where there is one that fits this layer
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], in the input's dtype. For inference only."""
         rows = input.numel() // self.in_features
-        if self.kernel is not None and rows <= KERNEL_ROWS:
-            result = self.kernel(input.reshape(rows, self.in_features).float().contiguous(), self.weight)
-            return self._finish(result, input)
         if rows <= FEW_ROWS:
             return super().forward(input)
         columns = self.scratch.new_zeros(self.in_features, -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE)
@@ -66,10 +64,7 @@ class WideningLinear(nn.Linear):
             piece = self.weight[start : start + height]
             wide = self.scratch[: piece.numel()].view_as(piece)
             torch.mm(wide.copy_(piece), columns, out=output[start : start + height])
-        return self._finish(output[:, :rows].t(), input)
-
-    def _finish(self, result: Tensor, input: Tensor) -> Tensor:
-        """[rows, out] fp32 -> [..., out] in the input's dtype, with the bias."""
+        result = output[:, :rows].t()
         if self.bias is not None:
             result = result + self.bias
         return result.to(input.dtype).reshape(*input.shape[:-1], self.out_features)
@@ -99,13 +94,31 @@ def packing_works() -> bool:
     return True
 
 
-def speed_up_linears(model: nn.Module) -> int:
+def speed_up_linears(model: nn.Module, folder: Path | None = None) -> int:
     """Give the model's 16-bit linear layers on the CPU the fastest form there is; how many there were.
+
+    What `keep_fast_linears` has kept for a model folder is used.
+    """
+    layers = plain_linears(model)
+    if cpu_multiplies_16_bit():
+        return pack(model, layers) if packing_works() else 0
+    in_panels = use_panels(model, layers, folder)
+    return len(in_panels) + widen([layer for name, layer in layers.items() if name not in in_panels])
+
+
+def keep_fast_linears(model: nn.Module, folder: Path, name: str, progress: Progress) -> None:
+    """Put on disk what `speed_up_linears` would otherwise make in each run for the model of a folder."""
+    if not cpu_multiplies_16_bit():
+        keep_panels(plain_linears(model), folder, name, progress)
+
+
+def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers on the CPU that may be replaced, by name.
 
     Layers and weights of another class (quantised ones), and layers whose forward was replaced (offloaded ones, and
     parts of a layer that several processes share) stay as they are.
     """
-    layers = {
+    return {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
@@ -113,9 +126,6 @@ def speed_up_linears(model: nn.Module) -> int:
         and "forward" not in vars(module)
         and module.weight.device.type == "cpu"
     }
-    if cpu_multiplies_16_bit():
-        return pack(model, layers) if packing_works() else 0
-    return widen(layers)
 
 
 def pack(model: nn.Module, layers: dict[str, nn.Linear]) -> int:
@@ -126,16 +136,13 @@ def pack(model: nn.Module, layers: dict[str, nn.Linear]) -> int:
     return len(names)
 
 
-def widen(layers: dict[str, nn.Linear]) -> int:
+def widen(layers: Sequence[nn.Linear]) -> int:
     """Make the 16-bit layers widening ones."""
     scratch = torch.empty(PIECE, dtype=torch.float32)
     count = 0
-    for layer in layers.values():
+    for layer in layers:
         if layer.in_features <= PIECE and layer.weight.dtype in (torch.bfloat16, torch.float16):
             layer.__class__ = WideningLinear
             layer.scratch = scratch
-            fits = layer.in_features % STEP == 0 and layer.weight.is_contiguous()
-            kernel = bf16_rows() if fits and layer.weight.dtype == torch.bfloat16 else None
-            layer.__dict__["kernel"] = kernel  # not a parameter or module
             count += 1
     return count

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -20,7 +21,7 @@ from .catalog import Catalog, load_catalog
 from .compiled import CompileError, compiled
 from .costs import load_costs, measure_costs, store_costs
 from .cpu_attention import speed_up_attention
-from .cpu_linear import speed_up_linears
+from .cpu_linear import keep_fast_linears, speed_up_linears
 from .descriptions import locate_description
 from .errors import SettingsError
 from .hub import is_offline
@@ -182,8 +183,10 @@ def load_and_try(
             # Making skeletons, as preparing weights does, changes how all threads make layers.
             source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(trying))
             model, places[index] = load_placed(source, places[index])
-            plain = plain_layers or (index == 1 and settings.compile == "on")  # a compiler cannot see into ours
-            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], plain_layers=plain))
+            # A compiler cannot see into ours.
+            plain = plain_layers or (index == 1 and settings.compile == "on") or has_own_layers(model, places[index])
+            folder = None if plain else prepared(model, located, settings, progress)
+            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], folder, plain_layers=plain))
     try:
         cached = [one.result() for one in trying]
     except AttributeError:
@@ -227,12 +230,25 @@ def draft_device(place: Placement) -> torch.device:
     return torch.device(device)
 
 
-def tried(model: Any, place: Placement, vocab_size: int, *, plain_layers: bool) -> Any:
-    """A model that has run once, with faster layers unless they must be plain."""
+def has_own_layers(model: Any, place: Placement) -> bool:
+    """Whether a model came with faster layers of ours."""
+    return isinstance(model, Int4Model) or place.quantize == OWN_INT8
+
+
+def prepared(model: Any, located: Located, settings: ModelSettings, progress: Progress) -> Path | None:
+    """The folder whose faster layers have been put on disk, where that can be; None for what is not all in its files."""
+    if settings.processes > 1 or settings.allow_missing_weights:
+        return None
+    keep_fast_linears(model, located.path, located.name, progress)
+    return located.path
+
+
+def tried(model: Any, place: Placement, vocab_size: int, folder: Path | None, *, plain_layers: bool) -> Any:
+    """A model that has run once, with faster layers unless they must be plain; some are kept for its folder."""
     if isinstance(model, Int4Model):
         return model
-    if place.quantize != OWN_INT8 and not plain_layers:
-        speed_up_linears(model)
+    if not plain_layers:
+        speed_up_linears(model, folder)
     return CachedModel(model, name=place.name, vocab_size=vocab_size)
 
 

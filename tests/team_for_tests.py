@@ -19,6 +19,7 @@ from fly_cli.decode import decode
 from fly_cli.errors import DecodeError
 from fly_cli.events import Finished, Round, Started
 from fly_cli.models import Pair, load_pair
+from fly_cli.panels import PanelLinear
 from fly_cli.prompts import Prompt
 from fly_cli.schedule import CostTable
 from fly_cli.settings import LOOKUP, DecodeSettings, ModelSettings, TextSettings
@@ -74,7 +75,7 @@ def facts(target: str, draft: str, processes: int, rank: int) -> dict[str, Any]:
         found["error"] = error.message
     half = load_pair(replace(settings, dtype="bfloat16", draft=LOOKUP), TextSettings(raw=True))
     kinds = {type(layer) for layer in half.target.model.modules()}
-    found["layers"] = sorted(kind.__name__ for kind in kinds & {nn.Linear, PackedLinear, WideningLinear})
+    found["layers"] = sorted(kind.__name__ for kind in kinds & {nn.Linear, PackedLinear, PanelLinear, WideningLinear})
     found["bfloat16"] = len(run(half, WAYS["target"])["ids"])
     return found
 

@@ -1,0 +1,116 @@
+"""The compiled kernel for bf16 weights: right, the same for every number of rows, and optional."""
+
+import shutil
+
+import pytest
+import torch
+
+from fly_cli import bf16_gemm as module
+from fly_cli.bf16_gemm import AT_ONCE, PANEL, bf16_gemm, compiled, is_right, load
+
+
+@pytest.fixture(scope="module")
+def gemm(tmp_path_factory):
+    if shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() not in module.INSTRUCTIONS:
+        pytest.skip("needs a C compiler and AVX2")
+    return load(compiled(module.INSTRUCTIONS["AVX2"], tmp_path_factory.mktemp("cache")))
+
+
+def product(gemm, input, weight, bias=None):
+    return gemm.multiply(input, gemm.pack(weight), bias, len(weight))
+
+
+@pytest.mark.parametrize("width", [4, 80, 132, 1536])
+@pytest.mark.parametrize("height", [1, 7, 8, PANEL - 1, PANEL, 46, 5 * PANEL, 9 * PANEL + 1])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_products_are_those_of_fp32_rounded(gemm, width, height, threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(width)
+    weight, bias = torch.randn(height, width).bfloat16(), torch.randn(height)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 9, 32, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE + 6):
+        input = torch.randn(rows, width).bfloat16()
+        right = input.double() @ weight.double().T + bias
+        assert ((product(gemm, input, weight, bias) - right).abs() <= right.abs() / 256 + 1e-4).all()
+
+
+def test_sums_of_many_inputs_are_rounded_once(gemm):
+    weight, input = torch.full((PANEL, 4096), 2.0**-8).bfloat16(), torch.ones(3, 4096).bfloat16()
+    assert (product(gemm, input, weight) == 16).all()  # in bf16 the sum would stop at 1 or 2
+
+
+def test_results_are_rounded_as_pytorch_rounds(gemm):
+    exact = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-8 + 2**-20, -1 - 2**-8, 3.4e38, 0.0, 1e-40])
+    weight = torch.zeros(len(exact), 4).bfloat16()
+    assert torch.equal(product(gemm, torch.ones(1, 4).bfloat16(), weight, exact)[0], exact.bfloat16())
+
+
+def test_a_row_has_the_same_value_alone_and_in_a_block(gemm):
+    torch.manual_seed(0)
+    weight, input = torch.randn(9 * PANEL + 5, 1536).bfloat16(), torch.randn(AT_ONCE + 9, 1536).bfloat16()
+    block = product(gemm, input, weight)
+    for rows in (*range(1, 18), AT_ONCE, AT_ONCE + 1):
+        assert torch.equal(product(gemm, input[:rows], weight), block[:rows])
+
+
+def test_nothing_behind_the_inputs_is_read_into_a_sum(gemm):
+    weight, input = torch.randn(46, 12).bfloat16(), torch.randn(6, 12).bfloat16()
+    right = product(gemm, input[:5].clone(), weight)
+    input[5] = float("nan")
+    assert torch.equal(product(gemm, input[:5], weight), right)
+
+
+def test_values_that_are_not_numbers_stay_so(gemm):
+    weight, input = torch.ones(2, 16).bfloat16(), torch.ones(3, 16).bfloat16()
+    input[1, 3], input[2, 3] = float("nan"), float("inf")
+    assert product(gemm, input, weight)[:, 0].tolist() == pytest.approx([16, float("nan"), float("inf")], nan_ok=True)
+
+
+def test_no_rows_make_no_rows(gemm):
+    assert product(gemm, torch.zeros(0, 16).bfloat16(), torch.ones(2, 16).bfloat16()).shape == (0, 2)
+
+
+def test_the_default_dtype_of_other_threads_does_not_matter(gemm):
+    weight, input = torch.randn(46, 1536).bfloat16(), torch.randn(13, 1536).bfloat16()
+    right = product(gemm, input, weight)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as while a model is loaded
+    try:
+        assert is_right(gemm)
+        assert torch.equal(product(gemm, input, weight), right)
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Wrong:
+    """A kernel whose results are off by a factor."""
+
+    def __init__(self, gemm, factor):
+        self.pack, self.gemm, self.factor = gemm.pack, gemm, factor
+
+    def multiply(self, *given):
+        return self.gemm.multiply(*given) * self.factor
+
+
+def test_a_wrong_kernel_is_found_out(gemm):
+    assert is_right(gemm)
+    assert not is_right(Wrong(gemm, 1.02))
+    assert not is_right(Wrong(gemm, float("nan")))
+
+
+@pytest.mark.parametrize("trouble", ["no compiler", "broken compiler", "no room", "library of another machine"])
+def test_without_a_kernel_there_is_none_and_no_error(tmp_path, monkeypatch, trouble):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    if trouble == "no compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    elif trouble == "broken compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
+    elif trouble == "no room":
+        (tmp_path / "cache").write_text("a file")
+    else:
+        (tmp_path / "garbage.so").write_bytes(b"garbage")
+        monkeypatch.setattr(module, "compiled", lambda instructions: tmp_path / "garbage.so")
+    bf16_gemm.cache_clear()
+    assert bf16_gemm() is None
+    bf16_gemm.cache_clear()
+    assert not list(tmp_path.glob("cache/kernels/*"))

@@ -1,0 +1,160 @@
+"""Layers in panels: the same products, prepared once for a large model, and in memory where they cannot be kept."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from models_for_tests import tiny_llama
+from torch import nn
+
+from fly_cli import cpu_linear, panels
+from fly_cli.bf16_gemm import bf16_gemm
+from fly_cli.cached_model import CachedModel
+from fly_cli.cpu_linear import WideningLinear, keep_fast_linears, speed_up_linears
+from fly_cli.panels import PanelLinear
+
+
+class Notes:
+    """A progress that keeps what it was told."""
+
+    def __init__(self):
+        self.started, self.notes, self.bytes = [], [], 0
+
+    def start(self, description, total):
+        self.started.append((description, total))
+
+    def advance(self, amount):
+        self.bytes += amount
+
+    def note(self, text):
+        self.notes.append(text)
+
+    def finish(self):
+        pass
+
+
+@pytest.fixture(autouse=True)
+def large_models_on_a_cpu_without_16_bit_products(monkeypatch, tmp_path):
+    if bf16_gemm() is None:
+        pytest.skip("needs a C compiler and AVX2")
+    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
+    monkeypatch.setattr(panels, "KEPT_FROM", 1)
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+    return folder
+
+
+def model(seed=0):
+    return tiny_llama(seed, initializer_range=0.1).bfloat16()
+
+
+def keep(folder, seed=0):
+    told = Notes()
+    keep_fast_linears(model(seed).requires_grad_(False), folder, "tiny", told)
+    return told
+
+
+def logits(model, folder=None):
+    assert speed_up_linears(model, folder) == 2 * 7 + 1
+    return CachedModel(model, name="tiny").read(list(range(5, 45)), last=20)
+
+
+def kept(tmp_path):
+    return list((tmp_path / "cache" / "panels").glob("*"))
+
+
+def test_a_kept_model_is_mapped_and_the_same_as_one_prepared_in_memory(folder, tmp_path):
+    told = keep(folder)
+    (file,) = kept(tmp_path)
+    assert (told.started, told.notes) == ([("preparing tiny for this CPU, once", told.bytes)], [])
+    assert file.stat().st_size == told.bytes
+    assert torch.equal(logits(model(), folder), logits(model()))
+    other = model(1)  # the weights are those of the file
+    speed_up_linears(other, folder)
+    layer = other.model.layers[0].mlp.up_proj
+    assert torch.equal(layer.packed, bf16_gemm().pack(model().model.layers[0].mlp.up_proj.weight.detach()))
+
+
+def test_what_is_kept_is_not_made_again(folder, tmp_path):
+    keep(folder)
+    (file,) = kept(tmp_path)
+    before = file.stat()
+    assert keep(folder).started == []
+    assert (file.stat().st_ino, file.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+@pytest.mark.parametrize("change", ["other weights", "other layers", "cut short", "empty"])
+def test_what_is_not_of_this_model_is_not_used(folder, tmp_path, change):
+    keep(folder)
+    (file,) = kept(tmp_path)
+    shown = model()
+    if change == "other weights":
+        os.utime(folder / "model.safetensors", (1, 1))
+    elif change == "other layers":
+        shown = tiny_llama(0, initializer_range=0.1, num_hidden_layers=1).bfloat16()
+        assert speed_up_linears(shown, folder) == 7 + 1
+        return
+    else:
+        os.truncate(file, 0 if change == "empty" else file.stat().st_size - 2)
+    right = logits(model())
+    assert torch.equal(logits(shown, folder), right)
+    assert keep(folder).started  # made again
+
+
+def test_small_models_leave_nothing_on_disk(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(panels, "KEPT_FROM", 10**9)
+    assert keep(folder).started == []
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("trouble", ["no room", "a file in the way", "disk fills up"])
+def test_where_nothing_can_be_kept_one_note_says_so_and_the_model_runs(folder, tmp_path, monkeypatch, trouble):
+    if trouble == "no room":
+        usage = shutil.disk_usage(tmp_path)
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    elif trouble == "a file in the way":
+        (tmp_path / "cache").write_text("")
+    else:
+
+        def full(descriptor):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+    told = keep(folder)
+    (note,) = told.notes
+    assert "`tiny` is prepared for this CPU again in each run" in note
+    assert [file.name for file in (tmp_path / "cache").rglob("*.bin*")] == []
+    assert torch.equal(logits(model(), folder), logits(model()))
+
+
+def test_layers_that_the_kernel_cannot_multiply_are_widened():
+    layers = nn.Sequential(nn.Linear(6, 4).bfloat16(), nn.Linear(4, 4).half(), nn.Linear(4, 4).bfloat16())
+    assert speed_up_linears(layers.requires_grad_(False)) == 3
+    assert [type(layer) for layer in layers] == [WideningLinear, WideningLinear, PanelLinear]
+
+
+def test_an_input_of_another_dtype_is_refused_as_pytorch_refuses_it():
+    layer = nn.Linear(4, 4).bfloat16()
+    layers = nn.Sequential(layer).requires_grad_(False)
+    with pytest.raises(RuntimeError):
+        layers(torch.ones(1, 4))
+    speed_up_linears(layers)
+    with pytest.raises(RuntimeError):
+        layers(torch.ones(1, 4))
+
+
+def test_an_input_that_is_not_contiguous_is_read_in_its_order():
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(8, 5).bfloat16()).requires_grad_(False)
+    input = torch.randn(3, 8, 2).bfloat16().transpose(1, 2)
+    right = layers(input).float()
+    speed_up_linears(layers)
+    assert layers(input).shape == (3, 2, 5)
+    assert (layers(input).float() - right).abs().max() < 0.02
