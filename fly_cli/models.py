@@ -236,7 +236,7 @@ def has_own_layers(model: Any, place: Placement) -> bool:
 
 
 def prepared(model: Any, located: Located, settings: ModelSettings, progress: Progress) -> Path | None:
-    """The folder whose faster layers have been put on disk, where that can be; None for what is not all in its files."""
+    """The folder whose faster layers were put on disk, if they could be; None for a model that is not all in files."""
     if settings.processes > 1 or settings.allow_missing_weights:
         return None
     keep_fast_linears(model, located.path, located.name, progress)
