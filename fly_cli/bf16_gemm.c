@@ -1,8 +1,8 @@
 // y[r][o] = bias[o] + sum over i of x[r][i] * w[o][i]: x, w and y in bf16, the sum in fp32, for CPUs with AVX2.
 //
 // Weights are kept in panels of PANEL outputs, in which all outputs' weights of two inputs lie together. Eight outputs
-// are the lanes of a vector, and an input is broadcast, so that nothing is added up across lanes. A panel is read once
-// for all rows, as one stream: a few rows are as fast as the memory, many as the arithmetic. A sum has the same order
+// are the lanes of a vector, and an input is broadcast, so that nothing is added up across lanes. A panel is read as one
+// stream, once for AT_ONCE rows: a few rows are as fast as the memory, many as the arithmetic. A sum has the same order
 // whatever the number of rows, and so the same value.
 #include <immintrin.h>
 #include <stdint.h>
@@ -17,13 +17,11 @@
 #include <sys/mman.h>
 #endif
 
-#define VECS 3             // vectors of eight outputs
-#define PANEL (8 * VECS)   // with four rows, the sums, a vector of weights for each and an input fit into 16 registers
-#define STEP 4             // inputs a turn of the inner loop: their weights fill whole cache lines
-#define MOST 4             // rows that share a loaded weight
-#define CHUNK 128          // inputs whose weights stay in the first cache while all rows use them
-#define AT_ONCE 64         // rows that are widened to fp32 at a time
-#define AHEAD 1536         // words from what is multiplied to what is asked for
+// From the compiler's command line: PANEL outputs, STEP inputs a turn of the inner loop (their weights fill whole cache
+// lines), CHUNK inputs whose weights stay in the first cache while all rows use them, AT_ONCE rows widened at a time.
+#define VECS (PANEL / 8) // vectors of outputs
+#define MOST 4           // rows that share a loaded weight
+#define AHEAD 768        // words from what is multiplied to what is asked for; a prefetch behind the end does no harm
 #define HUGE_PAGE (2 << 20)
 #define FLAT _Pragma("GCC unroll 12")
 
@@ -106,14 +104,14 @@ static void multiply(const float *x, const uint32_t *w, const float *bias, uint1
     int64_t stride = PANEL * (n / 2), groups = (rows + MOST - 1) / MOST, chunk = rows <= MOST ? n : CHUNK;
     float sums[AT_ONCE * PANEL] __attribute__((aligned(32)));
     for (int64_t p = from, panels; p < to; p += panels) {
-        tile *wide = rows == 1 && p + 4 <= to ? tile1x4 : rows == 2 && p + 2 <= to ? tile2x2 : 0;
-        panels = wide ? 4 / rows : 1;
+        tile *several = rows == 1 && p + 4 <= to ? tile1x4 : rows == 2 && p + 2 <= to ? tile2x2 : 0;
+        panels = several ? 4 / rows : 1;
         memset(sums, 0, rows * panels * PANEL * sizeof(float));
         for (int64_t i = 0; i < n; i += chunk) {
             int64_t count = i + chunk < n ? chunk : n - i;
             for (int64_t g = 0, r = 0, some; g < groups; g++, r += some) {
                 some = (rows - r + groups - g - 1) / (groups - g); // rows are shared out evenly
-                (wide ? wide : one_panel[some - 1])(x + r * n + i, n, w + p * stride + i / 2 * PANEL, stride,
+                (several ? several : one_panel[some - 1])(x + r * n + i, n, w + p * stride + i / 2 * PANEL, stride,
                                                     sums + r * PANEL, count);
             }
         }
@@ -125,7 +123,7 @@ static void multiply(const float *x, const uint32_t *w, const float *bias, uint1
 }
 
 // x [rows, n], packed w, bias [m] or null, y [rows, m]; `scratch` has room for AT_ONCE rows of n for each thread, or
-// for all rows where they are fewer: each thread widens them for itself, which takes less than to wait for another.
+// for all rows where they are fewer: each thread widens them for itself, which on two cores takes less than to wait.
 void bf16_gemm(const uint16_t *x, const uint32_t *w, const float *bias, uint16_t *y, float *scratch, int64_t rows,
                int64_t n, int64_t m, int threads) {
     int64_t panels = (m + PANEL - 1) / PANEL, most = rows < AT_ONCE ? rows : AT_ONCE;

@@ -94,16 +94,17 @@ def packing_works() -> bool:
     return True
 
 
-def speed_up_linears(model: nn.Module, folder: Path | None = None) -> int:
+def speed_up_linears(model: nn.Module, folder: Path | None = None, *, whole_weights: bool = False) -> int:
     """Give the model's 16-bit linear layers on the CPU the fastest form there is; how many there were.
 
-    What `keep_fast_linears` has kept for a model folder is used.
+    What `keep_fast_linears` has kept for a model folder is used. With `whole_weights` layers keep a `weight` that a
+    model's own code may look at.
     """
     layers = plain_linears(model)
     if cpu_multiplies_16_bit():
-        return pack(model, layers) if packing_works() else 0
-    in_panels = use_panels(model, layers, folder)
-    return len(in_panels) + widen([layer for name, layer in layers.items() if name not in in_panels])
+        return pack(model, layers) if packing_works() and not whole_weights else 0
+    in_panels = 0 if whole_weights else use_panels(model, layers, folder)
+    return in_panels + widen(list(layers.values()))
 
 
 def keep_fast_linears(model: nn.Module, folder: Path, name: str, progress: Progress) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
@@ -154,7 +155,7 @@ def assemble(
         plain = settings if settings.draft_quantize != "auto" else replace(settings, draft_quantize="none")
         outlook = examine(folders, plain)
         outlook.refuse()
-        loaded = load_and_try(folders, outlook, sizes, plain, progress, plain_layers=True)
+        loaded = load_and_try(folders, outlook, sizes, plain, progress, whole_weights=True)
         assert loaded is not None
     cached, places = loaded
     draft = cached[1] if len(cached) > 1 else None
@@ -168,14 +169,15 @@ def load_and_try(
     settings: ModelSettings,
     progress: Progress,
     *,
-    plain_layers: bool = False,
+    whole_weights: bool = False,
 ) -> tuple[list[Any], tuple[Placement, ...]] | None:
     """The models, the target first, each run once to see that it can be; and where they are.
 
     A draft model whose int4 form cannot be had gets another place. While it is read the target is tried.
-    None where a model's own code does not leave the weights of its layers to the layers: with `plain_layers` it may.
+    None where a model's own code does not leave the weights of its layers to the layers: with `whole_weights` it may.
     """
     places = list(outlook.places)
+    compiler_reads_it = settings.compile == "on"  # and cannot see into layers of ours
     trying: list[Future[Any]] = []
     speed_up_attention()
     with ThreadPoolExecutor(1) as pool:
@@ -183,14 +185,17 @@ def load_and_try(
             # Making skeletons, as preparing weights does, changes how all threads make layers.
             source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(trying))
             model, places[index] = load_placed(source, places[index])
-            # A compiler cannot see into ours.
-            plain = plain_layers or (index == 1 and settings.compile == "on") or has_own_layers(model, places[index])
-            folder = None if plain else prepared(model, located, settings, progress)
-            trying.append(pool.submit(tried, model, places[index], vocab_sizes[index], folder, plain_layers=plain))
+            plain = has_own_layers(model, places[index]) or (index == 1 and compiler_reads_it)
+            folder = None
+            if not plain and not whole_weights and comes_from_its_files(settings):
+                folder = located.path
+                keep_fast_linears(model, folder, located.name, progress)
+            try_it = partial(tried, model, places[index].name, vocab_sizes[index])
+            trying.append(pool.submit(try_it, folder, plain_layers=plain, whole_weights=whole_weights))
     try:
         cached = [one.result() for one in trying]
     except AttributeError:
-        if plain_layers:
+        if whole_weights:
             raise
         return None
     if len(cached) > 1:
@@ -235,21 +240,20 @@ def has_own_layers(model: Any, place: Placement) -> bool:
     return isinstance(model, Int4Model) or place.quantize == OWN_INT8
 
 
-def prepared(model: Any, located: Located, settings: ModelSettings, progress: Progress) -> Path | None:
-    """The folder whose faster layers were put on disk, if they could be; None for a model that is not all in files."""
-    if settings.processes > 1 or settings.allow_missing_weights:
-        return None
-    keep_fast_linears(model, located.path, located.name, progress)
-    return located.path
+def comes_from_its_files(settings: ModelSettings) -> bool:
+    """Whether what is in memory is what the files have: no part that another process shares, no random weights."""
+    return settings.processes == 1 and not settings.allow_missing_weights
 
 
-def tried(model: Any, place: Placement, vocab_size: int, folder: Path | None, *, plain_layers: bool) -> Any:
+def tried(
+    model: Any, name: str, vocab_size: int, folder: Path | None, *, plain_layers: bool, whole_weights: bool
+) -> Any:
     """A model that has run once, with faster layers unless they must be plain; some are kept for its folder."""
     if isinstance(model, Int4Model):
         return model
     if not plain_layers:
-        speed_up_linears(model, folder)
-    return CachedModel(model, name=place.name, vocab_size=vocab_size)
+        speed_up_linears(model, folder, whole_weights=whole_weights)
+    return CachedModel(model, name=name, vocab_size=vocab_size)
 
 
 def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:

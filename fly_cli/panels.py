@@ -1,24 +1,28 @@
 """bf16 linear layers with their weights in the order of `bf16_gemm`, which large models keep in a file.
 
 The order is made once per machine and model: later runs map the file into memory, which takes no time and, as with
-the model's own files, no memory that the system cannot take back.
+the model's own files, no memory that the system cannot take back. A file that is not of these weights is not used.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from .bf16_gemm import PANEL, STEP, Gemm, bf16_gemm
-from .files import written_whole
+from .errors import is_out_of_memory
+from .files import remove_leftovers, written_whole
 from .progress import Progress
-from .storage import HEADROOM_BYTES, default_cache_dir, prepared_name, size_text
+from .storage import HEADROOM_BYTES, default_cache_dir, exclusive, prepared_name, size_text
 
 FORMAT = "1"
 KEPT_FROM = 100_000_000  # bytes; fewer are in order before a file is found
@@ -36,16 +40,16 @@ class PanelLinear(nn.Module):
         self.weight_bytes = layer.weight.nbytes
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., in] bf16 -> [..., out] bf16. Raises `RuntimeError` for another dtype, as `nn.Linear` does."""
-        if input.dtype != torch.bfloat16:
-            raise RuntimeError(f"the weights are bf16, and the input is {input.dtype}")
+        """[..., in] bf16 -> [..., out] bf16. Raises `RuntimeError` for another input, as `nn.Linear` does."""
+        if input.dtype != torch.bfloat16 or input.device.type != "cpu":
+            raise RuntimeError(f"the weights are bf16 on the CPU, and the input is {input.dtype} on {input.device}")
         rows = input.reshape(-1, self.in_features).contiguous()
         output = self.gemm.multiply(rows, self.packed, self.bias, self.out_features)
         return output.view(*input.shape[:-1], self.out_features)
 
 
-def use_panels(model: nn.Module, layers: Mapping[str, nn.Linear], folder: Path | None) -> set[str]:
-    """Replace those of the layers that fit, where there is a kernel; their names.
+def use_panels(model: nn.Module, layers: dict[str, nn.Linear], folder: Path | None) -> int:
+    """Replace those of the layers that fit, where there is a kernel, and take them out of `layers`; how many.
 
     What `keep_panels` has kept for a model folder is mapped. Otherwise one layer after the other is brought into order,
     so that no two copies of the model are in memory.
@@ -53,36 +57,54 @@ def use_panels(model: nn.Module, layers: Mapping[str, nn.Linear], folder: Path |
     fit = fitting(layers)
     gemm = bf16_gemm() if fit else None
     if gemm is None:
-        return set()
-    kept = None if folder is None else mapped(panels_file(folder, fit), fit)
-    for name, layer in fit.items():
+        return 0
+    kept = None if folder is None else mapped(folder, fit, gemm)
+    names = list(fit)
+    for name in names:
+        del layers[name]
+        layer = fit.pop(name)
         packed = gemm.pack(layer.weight.detach()) if kept is None else kept[name]
         model.set_submodule(name, PanelLinear(layer, packed, gemm))
-    return set(fit)
+    return len(names)
 
 
 def keep_panels(layers: Mapping[str, nn.Linear], folder: Path, name: str, progress: Progress) -> None:
     """Put a model's panels on disk if it is a large one, they are not there, and there is room. Notes what fails."""
     fit = fitting(layers)
-    size = ITEM * sum(map(elements, fit.values()))
-    gemm = bf16_gemm() if size >= KEPT_FROM else None
-    file = panels_file(folder, fit)
-    if gemm is None or mapped(file, fit) is not None:
+    gemm = bf16_gemm() if file_size(fit) >= KEPT_FROM else None
+    if gemm is None:
         return
+    try:
+        file = panels_file(folder, fit)
+        if not has_size(file, fit):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with exclusive(file.parent / "lock", f"the weights of {name}", progress):
+                if not has_size(file, fit):  # another process may have been faster
+                    write_panels(file, fit, gemm, name, progress)
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not is_out_of_memory(error):
+            raise
+        reason = getattr(error, "strerror", None) or error
+        progress.note(f"`{name}` is prepared for this CPU again in each run: {reason}")
+
+
+def write_panels(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm, name: str, progress: Progress) -> None:
+    """Write the panels of all layers, in the place of what earlier weights of this folder had. Raises `OSError`."""
+    size = file_size(layers)
+    remove_leftovers(file.parent)
+    if shutil.disk_usage(file.parent).free < 2 * size + HEADROOM_BYTES:  # as much again stays free
+        raise OSError(f"that takes {size_text(size)}, and the disk of `{file.parent}` has too little room")
     progress.start(f"preparing {name} for this CPU, once", size)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        if shutil.disk_usage(file.parent).free < 2 * size + HEADROOM_BYTES:  # half of it stays free
-            raise OSError(f"it takes {size_text(size)}, and the disk has too little room")
         with written_whole(file) as unfinished, unfinished.open("wb") as stream:
-            for layer in fit.values():
+            for layer in layers.values():
                 packed: Any = gemm.pack(layer.weight.detach()).view(torch.uint8).numpy()
                 progress.advance(stream.write(packed))
-    except OSError as error:
-        reason = error.strerror or error
-        progress.note(f"`{name}` is prepared for this CPU again in each run: `{file.parent}`: {reason}")
     finally:
         progress.finish()
+    for other in file.parent.glob("*.bin"):
+        if other != file:
+            other.unlink(missing_ok=True)
 
 
 def fitting(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
@@ -90,7 +112,9 @@ def fitting(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
     return {
         name: layer
         for name, layer in layers.items()
-        if layer.weight.dtype == torch.bfloat16 and layer.in_features % STEP == 0 and layer.weight.is_contiguous()
+        if layer.weight.dtype == torch.bfloat16
+        and layer.in_features % STEP == 0 < layer.in_features
+        and layer.weight.is_contiguous()
     }
 
 
@@ -99,20 +123,40 @@ def elements(layer: nn.Linear) -> int:
     return -(-layer.out_features // PANEL) * PANEL * layer.in_features
 
 
+def file_size(layers: Mapping[str, nn.Linear]) -> int:
+    return ITEM * sum(map(elements, layers.values()))
+
+
+def has_size(file: Path, layers: Mapping[str, nn.Linear]) -> bool:
+    return file.is_file() and file.stat().st_size == file_size(layers)
+
+
 def panels_file(folder: Path, layers: Mapping[str, nn.Linear]) -> Path:
-    """Where the panels of a model folder are kept: layer after layer, without anything between."""
+    """Where the panels of a model folder are kept: layer after layer, without anything between. Raises `OSError`."""
     shapes = [(name, *layer.weight.shape) for name, layer in layers.items()]
-    return default_cache_dir() / "panels" / f"{prepared_name(folder, FORMAT, shapes)}.bin"
+    key = prepared_name(folder, FORMAT, PANEL, transformers.__version__, shapes)
+    place = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return default_cache_dir() / "panels" / f"{folder.name}-{place}" / f"{key[-12:]}.bin"
 
 
-def mapped(file: Path, layers: Mapping[str, nn.Linear]) -> dict[str, Tensor] | None:
-    """The panels by layer, as they are on disk; None where they are not."""
-    sizes = {name: elements(layer) for name, layer in layers.items()}
-    total = sum(sizes.values())
+def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[str, Tensor] | None:
+    """The panels that are kept, by layer; None where there are none of these weights.
+
+    The first panel of each layer is compared: a file whose weights are others goes.
+    """
+    sizes = [elements(layer) for layer in layers.values()]
     try:
-        if os.stat(file).st_size != ITEM * total or total == 0:
+        file = panels_file(folder, layers)
+        if not has_size(file, layers):
             return None
-        everything = torch.from_file(str(file), shared=False, size=total, dtype=torch.bfloat16)
+        everything = torch.from_file(str(file), shared=False, size=sum(sizes), dtype=torch.bfloat16)
     except (OSError, RuntimeError):
         return None
-    return dict(zip(sizes, torch.split(everything, list(sizes.values())), strict=True))
+    kept = dict(zip(layers, torch.split(everything, sizes), strict=True))
+    for name, layer in layers.items():
+        first = gemm.pack(layer.weight.detach()[:PANEL])
+        if not torch.equal(first.view(torch.int16), kept[name][: len(first)].view(torch.int16)):
+            with suppress(OSError):
+                os.unlink(file)
+            return None
+    return kept

@@ -20,6 +20,7 @@ from event_helpers import run as recorded_run
 from fly_cli import files, int4
 from fly_cli.bench_rows import FORMAT, Answered, Results, begin, key_of, ok_row, read_header, write_whole
 from fly_cli.files import written_whole
+from fly_cli.progress import Silent
 from fly_cli.trace import TraceWriter, read_trace
 from fly_cli.tuned import Tuned, how_loaded, keep_tuned, read_tuned
 
@@ -202,6 +203,33 @@ def test_int8_weights_are_whole_or_not_there_wherever_the_run_was_killed(tmp_pat
         assert every_kill(gone, lambda: quantized.keep_prepared(file, state), between) >= 4
     assert quantized.read_prepared(file) is not None
     assert not [path for path in file.parent.iterdir() if path.name.startswith(".")]
+
+
+def test_panels_are_whole_or_not_there_wherever_the_run_was_killed(
+    tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from models_for_tests import tiny_llama
+
+    from fly_cli import panels
+    from fly_cli.cpu_linear import plain_linears
+
+    gemm = panels.bf16_gemm()
+    if gemm is None:
+        pytest.skip("needs a C compiler and AVX2")
+    monkeypatch.setattr(panels, "KEPT_FROM", 1)
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    layers = plain_linears(tiny_llama(0).bfloat16())
+    (tmp_path / "model").mkdir()
+
+    def job() -> None:
+        panels.keep_panels(layers, tmp_path / "model", "tiny", Silent())
+
+    def between(point: int) -> None:
+        assert panels.mapped(tmp_path / "model", layers, gemm) is None
+
+    assert every_kill(gone, job, between) >= 4
+    assert panels.mapped(tmp_path / "model", layers, gemm) is not None
+    assert sorted(path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()) == ["", ".bin"]
 
 
 def test_the_file_of_a_process_that_is_at_work_stays(
