@@ -13,7 +13,7 @@ import hashlib
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -250,34 +250,39 @@ class Adaptive:
 
     def _best_model(self, limit: int, rate: float) -> float:
         """What the draft model gains at the best fixed length; stopping at doubts it gains more."""
+        lengths = range(1, limit + 1)
         return max(
-            (1 + tokens - rate * seconds for tokens, seconds in self._more(1.0, 0, limit)), default=float("-inf")
+            (1 + self._kept([], n) - rate * (n * self.token_seconds + self.costs.verify_seconds(n)) for n in lengths),
+            default=float("-inf"),
         )
 
     def goes_on(self, confidences: Sequence[float], limit: int) -> bool:
         """Whether more is worth drafting, in a draft of at most `limit`, behind tokens of such confidence.
 
-        More is one token or several: rows come in blocks, and the first of a block may not pay on its own.
+        More is one token or several: rows come in blocks, and the first of a block may not pay on its own. More may
+        also be the window that a doubtful token needs behind it to be kept.
         """
-        n, chance = len(confidences), 1.0
-        for j, confidence in enumerate(confidences):
-            chance *= self.chance_of(confidence, limit - 1 - j)
-        before = self.costs.verify_seconds(n)
-        return any(tokens > self.rate * (seconds - before) for tokens, seconds in self._more(chance, n, limit))
+        n, token_seconds = len(confidences), self.token_seconds
+        kept, seconds = self._kept(confidences, n), self.costs.verify_seconds(n)
+        return any(
+            self._kept(confidences, n + more) - kept
+            > self.rate * (more * token_seconds + self.costs.verify_seconds(n + more) - seconds)
+            for more in range(1, limit - n + 1)
+        )
 
-    def _more(self, chance: float, drafted: int, limit: int) -> Iterator[tuple[float, float]]:
-        """For each number of further tokens: how many of them are kept, and the seconds to draft them and check all.
-
-        `chance` is that of all `drafted` ones being kept.
-        """
-        tokens = 0.0
-        for more in range(1, limit - drafted + 1):
-            chance *= self.next.value
+    def _kept(self, confidences: Sequence[float], drafted: int) -> float:
+        """How many tokens of a draft of so many are kept on average; those behind `confidences` are not drafted yet."""
+        tokens, chance = 0.0, 1.0
+        for j in range(drafted):
+            chance *= self.chance_of(confidences[j], drafted - 1 - j) if j < len(confidences) else self.next.value
             tokens += chance
-            yield tokens, more * self.token_seconds + self.costs.verify_seconds(drafted + more)
+        return tokens
 
     def chance_of(self, confidence: float, num_behind: int) -> float:
-        """How likely a token of the draft model is kept: as the target's own choice, or deferred if a window fits."""
+        """How likely a token of the draft model is kept, with so many drafted behind it.
+
+        It is the target's own choice, or deferred if a window fits.
+        """
         exact = self._confidence(confidence).value
         if self.window_size is None or num_behind < self.window_size:
             return exact

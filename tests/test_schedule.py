@@ -141,6 +141,62 @@ def test_a_doubt_counts_less_where_a_window_fits_behind_it_and_mismatches_are_fo
     assert relaxed.chance_of(0.4, 6) < before
 
 
+def test_a_doubt_whose_window_would_not_fit_ends_a_draft_as_it_does_without_windows():
+    strict, relaxed = Adaptive(DEAR_ROWS), Adaptive(DEAR_ROWS, window_size=6)
+    for confidences in ([0.2], [0.75, 0.2], [0.995, 0.995, 0.4], [0.4] * 5):
+        assert relaxed.goes_on(confidences, 15) == strict.goes_on(confidences, 15)
+    assert not relaxed.goes_on([0.2], 15)
+
+
+def test_the_window_of_a_doubtful_token_may_be_what_pays():
+    table = CostTable({1: 1.0, 16: 1.2}, {1: 0.08})
+    strict, relaxed = Adaptive(table), Adaptive(table, window_size=6)
+    for policy in (strict, relaxed):
+        policy.rounds.add(tokens=40, seconds=10)
+        policy.clean.add(True)
+    doubt_and_no_more = [0.1, 0.995, 0.995, 0.995, 0.995, 0.995]  # one token short of the window
+    assert not strict.goes_on(doubt_and_no_more, 15)
+    assert relaxed.goes_on(doubt_and_no_more, 15)
+
+
+@pytest.mark.parametrize("costs", [CHEAP_ROWS, DEAR_ROWS])
+@pytest.mark.parametrize("forgiven", [0.0, 0.3, 1.0])
+def test_drafts_that_hope_for_forgiveness_are_not_slower_than_strict_ones(costs, forgiven):
+    rates = {window: forgiving(costs, window, forgiven) for window in (None, 6)}
+    assert rates[6] > 0.98 * rates[None]
+    if forgiven == 1 and costs is CHEAP_ROWS:
+        assert rates[6] > 1.1 * rates[None]
+
+
+def forgiving(costs, window, forgiven, rounds=1500):
+    """Tokens per second where a mismatch with a window behind it is kept with chance `forgiven`."""
+    dice, policy = random.Random(1), Adaptive(costs, window_size=window)
+    tokens = seconds = 0.0
+    for _ in range(rounds):
+        if policy.choose(15, 0, 0)[0] is Way.NONE:
+            policy.learn_none()
+            tokens, seconds = tokens + 1, seconds + costs.verify_seconds(0)
+            continue
+        confidences = [dice.choice((0.4, 0.75, 0.92, 0.995))]
+        while len(confidences) < 15 and policy.goes_on(confidences, 15):
+            confidences.append(dice.choice((0.4, 0.75, 0.92, 0.995)))
+        origins, rejection, n = [], None, len(confidences)
+        for j, confidence in enumerate(confidences):
+            fits = window is not None and j + window <= n - 1
+            if dice.random() <= confidence:
+                origins.append(Origin.EXACT)
+            elif fits and dice.random() < forgiven:  # with a clean window, for simplicity
+                origins.append(Origin.DEFERRED)
+            else:
+                rejection = Rejection.SECOND_MISMATCH if fits else Rejection.NO_WINDOW
+                break
+        final = Origin.BONUS if rejection is None else Origin.CORRECTED
+        policy.learn_model(confidences, Verdict(tuple(origins), 0, final, rejection), [1] * n)
+        tokens += len(origins) + 1
+        seconds += n * costs.step_seconds() + costs.verify_seconds(n)
+    return tokens / seconds
+
+
 def test_a_text_that_repeats_itself_is_noticed_while_the_draft_model_works():
     policy = Adaptive(CHEAP_ROWS)
     for _ in range(20):
