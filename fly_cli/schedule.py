@@ -273,10 +273,11 @@ class Adaptive:
     def _kept(self, confidences: Sequence[float], drafted: int) -> float:
         """How many tokens of a draft of so many are kept on average; those behind `confidences` are not drafted yet."""
         tokens, chance = 0.0, 1.0
-        for j in range(drafted):
-            chance *= self.chance_of(confidences[j], drafted - 1 - j) if j < len(confidences) else self.next.value
+        for j, confidence in enumerate(confidences):
+            chance *= self.chance_of(confidence, drafted - 1 - j)
             tokens += chance
-        return tokens
+        further, share = drafted - len(confidences), self.next.value
+        return tokens + chance * (share * (1 - share**further) / (1 - share) if share < 1 else further)
 
     def chance_of(self, confidence: float, num_behind: int) -> float:
         """How likely a token of the draft model is kept, with so many drafted behind it.
