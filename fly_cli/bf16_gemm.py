@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -72,10 +73,15 @@ def bf16_gemm() -> Gemm | None:
     if instructions is None or platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
-        gemm = load(compiled(instructions))
-        return gemm if is_right(gemm) else None
+        for _ in range(2):  # a file that was damaged is made again
+            library = compiled(instructions)
+            with suppress(OSError):
+                if is_right(gemm := load(library)):
+                    return gemm
+            library.unlink(missing_ok=True)
     except (OSError, AttributeError, subprocess.SubprocessError):
-        return None
+        pass
+    return None
 
 
 def compiled(instructions: tuple[str, ...], cache_dir: Path | None = None) -> Path:

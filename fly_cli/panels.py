@@ -85,7 +85,8 @@ def keep_panels(layers: Mapping[str, nn.Linear], folder: Path, name: str, progre
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
             raise
         reason = getattr(error, "strerror", None) or error
-        progress.note(f"`{name}` is prepared for this CPU again in each run: {reason}")
+        place = default_cache_dir() / "panels"
+        progress.note(f"`{name}` is prepared for this CPU at each start, nothing can be kept in `{place}`: {reason}")
 
 
 def write_panels(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm, name: str, progress: Progress) -> None:
@@ -93,7 +94,7 @@ def write_panels(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm, name: 
     size = file_size(layers)
     remove_leftovers(file.parent)
     if shutil.disk_usage(file.parent).free < 2 * size + HEADROOM_BYTES:  # as much again stays free
-        raise OSError(f"that takes {size_text(size)}, and the disk of `{file.parent}` has too little room")
+        raise OSError(f"that takes {size_text(size)}, and the disk has too little room")
     progress.start(f"preparing {name} for this CPU, once", size)
     try:
         with written_whole(file) as unfinished, unfinished.open("wb") as stream:
@@ -142,7 +143,7 @@ def panels_file(folder: Path, layers: Mapping[str, nn.Linear]) -> Path:
 def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[str, Tensor] | None:
     """The panels that are kept, by layer; None where there are none of these weights.
 
-    The first panel of each layer is compared: a file whose weights are others goes.
+    Some panels of each layer are compared: a file whose weights are others goes.
     """
     sizes = [elements(layer) for layer in layers.values()]
     try:
@@ -153,10 +154,19 @@ def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[st
     except (OSError, RuntimeError):
         return None
     kept = dict(zip(layers, torch.split(everything, sizes), strict=True))
-    for name, layer in layers.items():
-        first = gemm.pack(layer.weight.detach()[:PANEL])
-        if not torch.equal(first.view(torch.int16), kept[name][: len(first)].view(torch.int16)):
-            with suppress(OSError):
-                os.unlink(file)
-            return None
-    return kept
+    if all(is_of(kept[name], layer, gemm) for name, layer in layers.items()):
+        return kept
+    with suppress(OSError):
+        os.unlink(file)
+    return None
+
+
+def is_of(packed: Tensor, layer: nn.Linear, gemm: Gemm) -> bool:
+    """Whether the first, the middle and the last panel are those of the layer's weight."""
+    last, length = (layer.out_features - 1) // PANEL, PANEL * layer.in_features
+    for panel in {0, last // 2, last}:
+        own = gemm.pack(layer.weight.detach()[panel * PANEL : (panel + 1) * PANEL])
+        kept = packed[panel * length : (panel + 1) * length]
+        if not torch.equal(own.view(torch.int16), kept.view(torch.int16)):
+            return False
+    return True

@@ -114,3 +114,15 @@ def test_without_a_kernel_there_is_none_and_no_error(tmp_path, monkeypatch, trou
     assert bf16_gemm() is None
     bf16_gemm.cache_clear()
     assert not list(tmp_path.glob("cache/kernels/*"))
+
+
+def test_a_library_that_was_damaged_is_made_again(gemm, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path))
+    library = compiled(module.INSTRUCTIONS["AVX2"])
+    size = library.stat().st_size
+    library.write_bytes(b"")
+    bf16_gemm.cache_clear()
+    assert bf16_gemm() is not None
+    assert library.stat().st_size == size
+    bf16_gemm.cache_clear()

@@ -117,6 +117,16 @@ def test_what_is_not_of_these_weights_is_not_used_and_made_again(folder, tmp_pat
     assert torch.equal(logits(shown(), folder, layers), right)
 
 
+def test_a_file_that_is_right_at_its_beginning_alone_is_not_used(folder, tmp_path):
+    keep(folder)
+    (file,) = kept(tmp_path)
+    with file.open("r+b") as stream:
+        stream.seek(-4000, os.SEEK_END)
+        stream.write(bytes(4000))
+    assert torch.equal(logits(model(), folder), logits(model()))
+    assert keep(folder).started
+
+
 @pytest.mark.parametrize("constant", ["PANEL", "FORMAT"])
 def test_another_order_has_another_file(folder, monkeypatch, constant):
     layers = cpu_linear.plain_linears(model())
@@ -178,7 +188,7 @@ def test_where_nothing_can_be_kept_one_note_says_so_and_the_model_runs(folder, t
         monkeypatch.setattr(os, "fsync", full)
     told = keep(folder)
     (note,) = told.notes
-    assert "`tiny` is prepared for this CPU again in each run" in note
+    assert "`tiny` is prepared for this CPU at each start" in note and str(tmp_path / "cache" / "panels") in note
     assert list((tmp_path / "cache").rglob("*.bin*")) == []
     assert torch.equal(logits(model(), folder), logits(model()))
 
