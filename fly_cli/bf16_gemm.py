@@ -42,6 +42,11 @@ INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}  # b
 LARGEST_ERROR = 0.005  # of the self-test, relative to the largest result; to round to bf16 makes 2^-8 = 0.0039 at most
 
 
+def packed_length(height: int, width: int) -> int:
+    """How many numbers the packed weights of a layer have: the last panel is filled up."""
+    return -(-height // PANEL) * PANEL * width
+
+
 @dataclass(frozen=True)
 class Gemm:
     """The functions of the compiled library, on tensors."""
@@ -51,7 +56,7 @@ class Gemm:
     def pack(self, weight: Tensor) -> Tensor:
         """bf16 [out, in] in the order in which `multiply` reads it."""
         height, width = weight.shape
-        packed = weight.new_empty(-(-height // PANEL) * PANEL * width)
+        packed = weight.new_empty(packed_length(height, width))
         self.library.pack(weight.data_ptr(), packed.data_ptr(), width, height, torch.get_num_threads())
         return packed
 

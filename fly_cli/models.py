@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -185,13 +185,14 @@ def load_and_try(
             # Making skeletons, as preparing weights does, changes how all threads make layers.
             source = Source(located, empty, vocab_sizes[index], settings, progress, alone=lambda: wait(trying))
             model, places[index] = load_placed(source, places[index])
-            plain = has_own_layers(model, places[index]) or (index == 1 and compiler_reads_it)
-            folder = None
-            if not plain and not whole_weights and comes_from_its_files(settings):
-                folder = located.path
-                keep_fast_linears(model, folder, located.name, progress)
-            try_it = partial(tried, model, places[index].name, vocab_sizes[index])
-            trying.append(pool.submit(try_it, folder, plain_layers=plain, whole_weights=whole_weights))
+            if has_own_layers(model, places[index]) or (index == 1 and compiler_reads_it):
+                faster = None
+            else:
+                folder = None if whole_weights else folder_of_all(located, settings)
+                if folder is not None:
+                    keep_fast_linears(model, folder, located.name, progress)
+                faster = partial(speed_up_linears, folder=folder, whole_weights=whole_weights)
+            trying.append(pool.submit(tried, model, places[index].name, vocab_sizes[index], faster))
     try:
         cached = [one.result() for one in trying]
     except AttributeError:
@@ -240,19 +241,17 @@ def has_own_layers(model: Any, place: Placement) -> bool:
     return isinstance(model, Int4Model) or place.quantize == OWN_INT8
 
 
-def comes_from_its_files(settings: ModelSettings) -> bool:
-    """Whether what is in memory is what the files have: no part that another process shares, no random weights."""
-    return settings.processes == 1 and not settings.allow_missing_weights
+def folder_of_all(located: Located, settings: ModelSettings) -> Path | None:
+    """The folder that has all that is in memory; None with parts that other processes share, or random weights."""
+    return None if settings.processes > 1 or settings.allow_missing_weights else located.path
 
 
-def tried(
-    model: Any, name: str, vocab_size: int, folder: Path | None, *, plain_layers: bool, whole_weights: bool
-) -> Any:
-    """A model that has run once, with faster layers unless they must be plain; some are kept for its folder."""
+def tried(model: Any, name: str, vocab_size: int, faster: Callable[[Any], object] | None) -> Any:
+    """A model that has run once, with its layers made `faster` if they can be."""
     if isinstance(model, Int4Model):
         return model
-    if not plain_layers:
-        speed_up_linears(model, folder, whole_weights=whole_weights)
+    if faster is not None:
+        faster(model)
     return CachedModel(model, name=name, vocab_size=vocab_size)
 
 

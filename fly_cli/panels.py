@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .bf16_gemm import PANEL, STEP, Gemm, bf16_gemm
+from .bf16_gemm import PANEL, STEP, Gemm, bf16_gemm, packed_length
 from .errors import is_out_of_memory
 from .files import remove_leftovers, written_whole
 from .progress import Progress
@@ -119,13 +119,13 @@ def fitting(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
     }
 
 
-def elements(layer: nn.Linear) -> int:
-    """How many numbers the panels of a layer have."""
-    return -(-layer.out_features // PANEL) * PANEL * layer.in_features
+def lengths(layers: Mapping[str, nn.Linear]) -> list[int]:
+    """How many numbers the panels of each layer have."""
+    return [packed_length(layer.out_features, layer.in_features) for layer in layers.values()]
 
 
 def file_size(layers: Mapping[str, nn.Linear]) -> int:
-    return ITEM * sum(map(elements, layers.values()))
+    return ITEM * sum(lengths(layers))
 
 
 def has_size(file: Path, layers: Mapping[str, nn.Linear]) -> bool:
@@ -145,7 +145,7 @@ def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[st
 
     Some panels of each layer are compared: a file whose weights are others goes.
     """
-    sizes = [elements(layer) for layer in layers.values()]
+    sizes = lengths(layers)
     try:
         file = panels_file(folder, layers)
         if not has_size(file, layers):

@@ -17,6 +17,19 @@ def tiny_pair_dirs(tmp_path_factory):
     return saved_pair(tiny_llama(0, eos_token_id=383), tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture
+def panels_folder(tmp_path, monkeypatch):
+    """Where panels of models of any size are kept, on a CPU without 16-bit products."""
+    from fly_cli import cpu_linear, panels
+
+    if panels.bf16_gemm() is None:
+        pytest.skip("needs a C compiler and AVX2")
+    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
+    monkeypatch.setattr(panels, "KEPT_FROM", 1)
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "panels"
+
+
 @pytest.fixture(autouse=True)
 def own_cache(request, tmp_path_factory, monkeypatch):
     """Keeps tests out of the user's cache, but for those that need the real pair in it."""

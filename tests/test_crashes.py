@@ -205,19 +205,15 @@ def test_int8_weights_are_whole_or_not_there_wherever_the_run_was_killed(tmp_pat
     assert not [path for path in file.parent.iterdir() if path.name.startswith(".")]
 
 
-def test_panels_are_whole_or_not_there_wherever_the_run_was_killed(
-    tmp_path: Path, gone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("panels_folder")
+def test_panels_are_whole_or_not_there_wherever_the_run_was_killed(tmp_path: Path, gone: int) -> None:
     from models_for_tests import tiny_llama
 
     from fly_cli import panels
     from fly_cli.cpu_linear import plain_linears
 
     gemm = panels.bf16_gemm()
-    if gemm is None:
-        pytest.skip("needs a C compiler and AVX2")
-    monkeypatch.setattr(panels, "KEPT_FROM", 1)
-    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    assert gemm is not None
     layers = plain_linears(tiny_llama(0).bfloat16())
     (tmp_path / "model").mkdir()
 

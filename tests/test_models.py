@@ -8,9 +8,8 @@ from safetensors.torch import load_file, save_file
 from text_helpers import words
 from transformers import Gemma3Config, LlamaForCausalLM
 
-from fly_cli import cpu_linear, loading, panels
+from fly_cli import loading, panels
 from fly_cli.api import generate
-from fly_cli.bf16_gemm import bf16_gemm
 from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsError, UnsupportedModelError
 from fly_cli.models import load_pair
 from fly_cli.pairing import end_ids
@@ -76,34 +75,23 @@ def test_a_model_that_looks_at_the_weights_of_its_layers_runs_with_layers_that_h
     assert len(notes) == 1 and "runs without the faster ones" in notes[0]
 
 
-@pytest.fixture
-def large_bf16_models_on_avx2(tmp_path, monkeypatch):
-    """The folder where panels are kept, for models of any size."""
-    if bf16_gemm() is None:
-        pytest.skip("needs a C compiler and AVX2")
-    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
-    monkeypatch.setattr(panels, "KEPT_FROM", 1)
-    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "panels"
-
-
-def test_a_large_models_panels_are_on_disk_from_its_first_run_on(large_bf16_models_on_avx2, tiny_pair_dirs):
+def test_a_large_models_panels_are_on_disk_from_its_first_run_on(panels_folder, tiny_pair_dirs):
     settings = {"dtype": "bfloat16", "draft_quantize": "none"}
     texts = []
     for _ in range(2):
         pair = load(*tiny_pair_dirs, **settings)
         texts.append([token.id for token in generate(pair, "the an in", DecodeSettings(max_new_tokens=20)).tokens])
-        kept = sorted(large_bf16_models_on_avx2.rglob("*.bin"))
+        kept = sorted(panels_folder.rglob("*.bin"))
         assert len(kept) == 2
         assert all(isinstance(model.model.lm_head, panels.PanelLinear) for model in pair.models)
     assert texts[0] == texts[1]
 
 
-def test_panels_of_an_incomplete_model_are_not_kept(large_bf16_models_on_avx2, folder):
+def test_panels_of_an_incomplete_model_are_not_kept(panels_folder, folder):
     spoil(folder, misspell)
     pair = load(folder, dtype="bfloat16", allow_missing_weights=True)
     assert isinstance(pair.target.model.lm_head, panels.PanelLinear)
-    assert not list(large_bf16_models_on_avx2.rglob("*.bin"))
+    assert not list(panels_folder.rglob("*.bin"))
 
 
 def test_int8_weights_of_an_incomplete_model_are_not_kept(tiny_pair_dirs, folder, tmp_path, monkeypatch):

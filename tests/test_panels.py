@@ -10,14 +10,15 @@ from models_for_tests import tiny_llama
 from torch import nn
 
 from fly_cli import cpu_linear, panels
-from fly_cli.bf16_gemm import Gemm, bf16_gemm
+from fly_cli.bf16_gemm import Gemm
 from fly_cli.cached_model import CachedModel
 from fly_cli.cpu_linear import WideningLinear, keep_fast_linears, speed_up_linears
 from fly_cli.files import realm
 from fly_cli.panels import PanelLinear
+from fly_cli.progress import Silent
 
 
-class Notes:
+class Notes(Silent):
     """A progress that keeps what it was told."""
 
     def __init__(self):
@@ -32,17 +33,8 @@ class Notes:
     def note(self, text):
         self.notes.append(text)
 
-    def finish(self):
-        pass
 
-
-@pytest.fixture(autouse=True)
-def large_models_on_a_cpu_without_16_bit_products(monkeypatch, tmp_path):
-    if bf16_gemm() is None:
-        pytest.skip("needs a C compiler and AVX2")
-    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
-    monkeypatch.setattr(panels, "KEPT_FROM", 1)
-    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("panels_folder")
 
 
 @pytest.fixture
