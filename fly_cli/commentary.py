@@ -8,8 +8,8 @@ from typing import Any, TextIO
 
 from .events import Drafted, Event, Finished, Origin, Round, Started
 from .graphemes import visible_line
-from .render import write
 from .stats import Summary, Tally
+from .streams import write, write_line
 from .theme import ColorPolicy, format_legend
 
 
@@ -33,7 +33,7 @@ class Commentary:
         match event:
             case Started():
                 if legend := format_legend(self._policy, roles_of(event.settings)):
-                    self._say(legend)
+                    write(self._stream, legend + "\n")
                 for note in event.notes:
                     self._say(f"note: {visible_line(note)}")
             case Round():
@@ -59,7 +59,7 @@ class Commentary:
         if delay:
             self._delayed.append(line)
         else:
-            write(self._stream, line + "\n")
+            write_line(self._stream, line)
 
 
 def roles_of(settings: Mapping[str, Any]) -> list[Origin]:

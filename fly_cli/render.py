@@ -1,11 +1,7 @@
-"""The answer on its way to the reader: as it is for a pipe, live and coloured for a terminal.
-
-The caller makes its streams take UTF-8. What a stream still cannot encode is replaced, never an error.
-"""
+"""The answer on its way to the reader: as it is for a pipe, live and coloured for a terminal."""
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import dropwhile, groupby, takewhile
@@ -13,6 +9,7 @@ from typing import Literal, Protocol, TextIO
 
 from .events import Drafted, Event, Finished, Round, Started
 from .graphemes import LINE_START, clusters, visible
+from .streams import can_encode, terminal_size, write
 from .theme import DRAFTED, REJECTED, ColorPolicy, Piece, paint
 
 SAVE_CURSOR, RESTORE_CURSOR, ERASE_BELOW, RESET = "\x1b7", "\x1b8", "\x1b[J", "\x1b[0m"
@@ -311,31 +308,3 @@ def make_renderer(stream: TextIO, policy: ColorPolicy, *, show_rejected: bool = 
     if not is_tty and not policy.cues:
         return PlainRenderer(stream)
     return TerminalRenderer(stream, policy, show_rejected=show_rejected, show_controls=is_tty)
-
-
-def write(stream: TextIO, text: str) -> None:
-    """Write and flush; what the stream's encoding lacks (a lone surrogate, for one) becomes `?`."""
-    try:
-        stream.write(text)
-    except UnicodeEncodeError:
-        encoding = stream.encoding or "utf-8"
-        stream.write(text.encode(encoding, errors="replace").decode(encoding))
-    stream.flush()
-
-
-def can_encode(stream: TextIO, text: str) -> bool:
-    """Whether the stream's encoding has all characters of the text."""
-    try:
-        text.encode(getattr(stream, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def terminal_size(stream: TextIO) -> tuple[int, int]:
-    """Columns and rows of the stream's terminal; 80 x 24 where it does not say."""
-    try:
-        columns, rows = os.get_terminal_size(stream.fileno())
-    except (OSError, ValueError):  # not a terminal, or no file at all
-        columns = rows = 0
-    return columns or 80, rows or 24

@@ -26,6 +26,7 @@ RANKS = [
         "theme",
         "graphemes",
         "render",
+        "streams",
         "commentary",
         "picture",
     }

@@ -71,8 +71,9 @@ def leave(number: int) -> int:
 
 
 def show_error(message: str, hint: str = "") -> None:
-    """`error: what`, a blank line, `hint: what to do`, on stderr; each on one line, control characters visible."""
+    """`error: what`, a blank line, `hint: what to do`, on stderr; control characters visible."""
     from ..graphemes import visible_line
+    from ..streams import write_line
 
-    lines = [f"error: {visible_line(message)}", *(["", f"hint: {visible_line(hint)}"] if hint else [])]
-    print(*lines, sep="\n", file=sys.stderr)
+    for line in (f"error: {visible_line(message)}", *(["", f"hint: {visible_line(hint)}"] if hint else [])):
+        write_line(sys.stderr, line)

@@ -32,8 +32,8 @@ from ..errors import FlyError, UsageError, memory_errors
 from ..json_text import json_text
 from ..processes import ENDED_EARLY, Processes
 from ..prompts import Prompt
-from ..render import write
 from ..settings import LOOKUP
+from ..streams import write
 from .bench_view import make_view
 from .generate import closing_progress, load
 from .process import interruption, reader_is_gone

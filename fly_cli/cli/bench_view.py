@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..bench_rows import Key, Row, shortened
 from ..graphemes import visible_line
-from ..render import write
+from ..streams import write_line
 from ..theme import ColorPolicy
+from .progress import note_above
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -74,10 +75,10 @@ class LineView(BenchView):
     """A line for each prompt."""
 
     def prompt_done(self, line: str) -> None:
-        write(sys.stderr, visible_line(line) + "\n")
+        write_line(sys.stderr, visible_line(line))
 
     def note(self, text: str) -> None:
-        write(sys.stderr, f"note: {visible_line(text)}\n")
+        write_line(sys.stderr, f"note: {visible_line(text)}")
 
 
 class BarView(BenchView):
@@ -108,7 +109,7 @@ class BarView(BenchView):
         self._bars.update(self._task, advance=1, left=self.time_left(), refresh=True)
 
     def note(self, text: str) -> None:
-        self._bars.console.print(f"note: {visible_line(text)}", markup=False, emoji=False, soft_wrap=True)
+        note_above(self._bars, text)
 
     def close(self) -> None:
         self._bars.stop()

@@ -14,9 +14,9 @@ from ..config import OutputSettings
 from ..errors import ExitCode
 from ..graphemes import visible_line
 from ..json_text import json_text
-from ..render import write
 from ..requirements import refuse_other_releases
 from ..storage import size_text
+from ..streams import write
 from ..theme import ColorPolicy, decide_color
 from . import common
 from .generate import closing_progress

@@ -7,7 +7,7 @@ import sys
 import typer
 
 from ..catalog import load_catalog
-from ..render import write
+from ..streams import write
 from . import common
 from .talk import Talk
 

@@ -22,9 +22,10 @@ from ..json_text import json_text
 from ..processes import join
 from ..progress import Progress
 from ..prompts import JSONL_SUFFIXES, Gathered, Prompt, gather, read_stdin
-from ..render import Sink, make_renderer, write
+from ..render import Sink, make_renderer
 from ..requirements import refuse_other_releases
 from ..storage import size_text
+from ..streams import write
 from ..theme import decide_color
 from ..trace import TraceWriter
 from . import common

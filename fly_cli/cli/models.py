@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from ..catalog import Catalog, Entry, load_catalog
 from ..graphemes import visible_line
 from ..json_text import json_text
-from ..render import write
 from ..storage import size_text
+from ..streams import write
 from . import common
 
 HEADINGS = ("alias", "size", "cached", "licence", "gated", "draft", "source")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from ..graphemes import visible_line
 from ..progress import Progress
-from ..render import write
 from ..storage import size_text
+from ..streams import fold, write_line
 from ..theme import ColorPolicy
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class LineProgress:
         pass
 
     def note(self, text: str) -> None:
-        write(sys.stderr, f"note: {visible_line(text)}\n")
+        write_line(sys.stderr, f"note: {visible_line(text)}")
 
     def finish(self) -> None:
         pass
@@ -67,13 +67,18 @@ class BarProgress:
             self._bars.advance(self._bars.task_ids[0], amount)
 
     def note(self, text: str) -> None:
-        line = f"note: {visible_line(text)}"
         if self._bars is None:
-            write(sys.stderr, line + "\n")
+            write_line(sys.stderr, f"note: {visible_line(text)}")
         else:
-            self._bars.console.print(line, markup=False, emoji=False, soft_wrap=True)
+            note_above(self._bars, text)
 
     def finish(self) -> None:
         if self._bars is not None:
             self._bars.stop()
             self._bars = None
+
+
+def note_above(bars: Bars, text: str) -> None:
+    """A note above bars that go on."""
+    line = fold(f"note: {visible_line(text)}", bars.console.width)
+    bars.console.print(line, markup=False, emoji=False, soft_wrap=True)

@@ -9,8 +9,8 @@ import typer
 
 from ..catalog import load_catalog
 from ..graphemes import visible_line
-from ..render import write
 from ..settings import LOOKUP
+from ..streams import write
 from . import common
 from .talk import Talk
 

@@ -15,8 +15,9 @@ from ..config import OutputSettings
 from ..errors import UsageError
 from ..events import Drafted, Event, Finished, Round, Started
 from ..json_text import json_text
-from ..render import make_renderer, write
+from ..render import make_renderer
 from ..settings import check_range
+from ..streams import write
 from ..theme import decide_color
 from ..trace import Rejudged, Trace, read_trace, rejudge
 from .common import OUTPUT, Color, ConfigFile, Quiet, ShowRejected, Verbose, check_output, configure, option

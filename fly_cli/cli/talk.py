@@ -11,7 +11,7 @@ from ..commentary import Commentary
 from ..config import OutputSettings
 from ..graphemes import visible_line
 from ..progress import Progress, Silent
-from ..render import write
+from ..streams import write_line
 from ..theme import NO_ESCAPES, decide_color
 
 
@@ -28,7 +28,8 @@ class Talk:
 
     def lines(self, lines: Iterable[str]) -> None:
         if not self.quiet:
-            write(sys.stderr, "".join(visible_line(line) + "\n" for line in lines))
+            for line in lines:
+                write_line(sys.stderr, visible_line(line))
 
     @contextmanager
     def status(self, text: str) -> Iterator[None]:

@@ -21,8 +21,8 @@ from ..config import resolve
 from ..errors import UsageError
 from ..processes import Processes
 from ..prompts import read_stdin
-from ..render import write
 from ..settings import LOOKUP, DecodeSettings
+from ..streams import write
 from ..tune import BASE, recommend, trial_arms
 from ..tuned import TUNABLE, Tuned, how_loaded, keep_tuned, read_tuned
 from . import common
