@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fly_cli import cpu_attention
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_attention import MOST_ROWS, NAME, attend, is_ours, speed_up_attention
+from fly_cli.cpu_attention import MOST_ROWS, NAME, attend, is_ours, speed_up_attention, visible_spans
 from fly_cli.models import load_pair
 from fly_cli.settings import LOOKUP, ModelSettings
 
@@ -40,6 +40,33 @@ def test_it_is_what_transformers_own_gives(dtype, mask, rows, length):
     assert (output.dtype, output.shape) == (dtype, wide.shape)
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(output.float(), wide, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("rows", "length", "width"), [(2, 3, 64), (5, 40, 16), (16, 600, 128), (MOST_ROWS, 33, 64)])
+def test_a_row_of_a_block_gets_bit_for_bit_what_it_gets_alone(dtype, window, rows, length, width):
+    torch.manual_seed(rows)
+    query, key, value = (
+        torch.randn(1, heads, n, width).to(dtype) for heads, n in ((6, rows), (2, length), (2, length))
+    )
+    seen = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
+    if window:
+        seen &= torch.ones_like(seen).triu(length - rows - window + 1)
+    block, _ = attend(Layer(), query, key, value, seen[None, None])
+    for row in range(rows):
+        known = length - rows + row + 1
+        first = max(0, known - window) if window else 0
+        alone, _ = attend(Layer(), query[:, :, row : row + 1], key[:, :, first:known], value[:, :, first:known], None)
+        assert torch.equal(block[:, row : row + 1], alone)
+
+
+def test_rows_that_see_keys_here_and_there_are_computed_together():
+    query, key = torch.randn(1, 6, 3, 16), torch.randn(1, 2, 9, 16)
+    mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1]).bool().expand(1, 1, 3, 9)
+    assert visible_spans(mask, 9) is None and visible_spans(torch.zeros_like(mask), 9) is None
+    right = sdpa_attention_forward(Layer(), query, key, key, mask)[0]
+    torch.testing.assert_close(attend(Layer(), query, key, key, mask)[0], right)
 
 
 @pytest.fixture
