@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ..graphemes import visible_line
 from ..progress import Progress
 from ..storage import size_text
-from ..streams import fold, write_line
+from ..streams import write_line
 from ..theme import ColorPolicy
 
 if TYPE_CHECKING:
@@ -80,5 +80,4 @@ class BarProgress:
 
 def note_above(bars: Bars, text: str) -> None:
     """A note above bars that go on."""
-    line = fold(f"note: {visible_line(text)}", bars.console.width)
-    bars.console.print(line, markup=False, emoji=False, soft_wrap=True)
+    bars.console.print(f"note: {visible_line(text)}", markup=False, emoji=False, soft_wrap=True)
