@@ -4,15 +4,8 @@
 // are the lanes of a vector, and an input is broadcast, so that nothing is added up across lanes. A panel is read as one
 // stream, once for AT_ONCE rows: a few rows are as fast as the memory, many as the arithmetic. A sum has the same order
 // whatever the number of rows, and so the same value.
+#include "bf16.h"
 #include <immintrin.h>
-#include <stdint.h>
-#include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#define omp_get_num_threads() 1
-#endif
 #ifdef __linux__
 #include <sys/mman.h>
 #endif
@@ -90,12 +83,6 @@ void pack(const uint16_t *w, uint32_t *packed, int64_t n, int64_t m, int threads
             _mm256_store_si256((__m256i *)to, 8 * p + 8 > m ? _mm256_loadu_si256((__m256i *)word)
                                                            : _mm256_i32gather_epi32(from, outs, 4));
         }
-}
-
-static inline uint16_t rounded(float value) { // to the nearest bf16, a tie to the even one
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 // A thread's panels [from, to), for up to AT_ONCE rows of fp32.

@@ -2,18 +2,11 @@
 
 PyTorch's own takes as long again for every row there, and so speculation could not pay. With this one, four rows take
 as long as one, which takes as long as reading the weights; more take what the CPU's arithmetic takes (82% of its peak).
-It is compiled once, in a fraction of a second, where there is a C compiler; `None` elsewhere.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .files import written_whole
-from .storage import default_cache_dir
+from .c_kernels import functions, working_kernel
 
 SOURCE = Path(__file__).with_suffix(".c")
 STEP = 4  # inputs come in multiples of it
@@ -31,14 +23,6 @@ PANEL = 24  # outputs that are kept together: with four rows of inputs, three ve
 AT_ONCE = 64  # rows that are widened at a time
 CHUNK = 128  # inputs whose weights stay in the CPU's first cache while all rows use them
 CONSTANTS = {"STEP": STEP, "PANEL": PANEL, "AT_ONCE": AT_ONCE, "CHUNK": CHUNK}
-FLAGS = (
-    "-O3",
-    "-fPIC",
-    "-fopenmp",
-    "-fno-strict-aliasing",
-    *(f"-D{name}={value}" for name, value in CONSTANTS.items()),
-)
-INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}  # by what PyTorch finds
 LARGEST_ERROR = 0.005  # of the self-test, relative to the largest result; to round to bf16 makes 2^-8 = 0.0039 at most
 
 
@@ -74,53 +58,16 @@ class Gemm:
 @cache
 def bf16_gemm() -> Gemm | None:
     """The kernel; None where it cannot be had or is wrong."""
-    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
-    if instructions is None or platform.machine() not in ("x86_64", "AMD64"):
-        return None
-    try:
-        for _ in range(2):  # a file that was damaged is made again
-            library = compiled(instructions)
-            with suppress(OSError):
-                if is_right(gemm := load(library)):
-                    return gemm
-            library.unlink(missing_ok=True)
-    except (OSError, AttributeError, subprocess.SubprocessError):
-        pass
-    return None
-
-
-def compiled(instructions: tuple[str, ...], cache_dir: Path | None = None) -> Path:
-    """The shared library, made where it is not there yet. Raises `OSError` or `SubprocessError` where it cannot be."""
-    key = hashlib.sha256(SOURCE.read_bytes() + repr((FLAGS, instructions)).encode()).hexdigest()[:12]
-    library = (cache_dir or default_cache_dir()) / "kernels" / f"bf16_gemm-{key}.so"
-    if library.is_file():
-        return library
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc"))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler")
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with written_whole(library) as unfinished:
-        part = unfinished.with_name(unfinished.name + ".o")
-        try:
-            run([compiler, *FLAGS, *instructions, "-c", str(SOURCE), "-o", str(part)])
-            # Without OpenMP's own library: the threads are those of PyTorch's, which is in the process already.
-            run([compiler, "-shared", str(part), "-o", str(unfinished)])
-        finally:
-            part.unlink(missing_ok=True)
-    return library
-
-
-def run(command: list[str]) -> None:
-    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+    return working_kernel(SOURCE, CONSTANTS, load, is_right)
 
 
 def load(library: Path) -> Gemm:
     """The functions of a shared library. Raises `OSError` for one that does not load."""
-    functions = ctypes.CDLL(str(library), mode=getattr(os, "RTLD_NOW", 0))
-    functions.pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
-    functions.bf16_gemm.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int]
-    functions.pack.restype = functions.bf16_gemm.restype = None
-    return Gemm(functions)
+    loaded = functions(library)
+    loaded.pack.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_int]
+    loaded.bf16_gemm.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 3 + [ctypes.c_int]
+    loaded.pack.restype = loaded.bf16_gemm.restype = None
+    return Gemm(loaded)
 
 
 def is_right(gemm: Gemm) -> bool:

@@ -1,6 +1,7 @@
 """Fixtures that more than one test file uses."""
 
 import os
+import shutil
 import signal
 
 import pytest
@@ -15,6 +16,19 @@ def tiny_pair_dirs(tmp_path_factory):
     from models_for_tests import saved_pair, tiny_llama
 
     return saved_pair(tiny_llama(0, eos_token_id=383), tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
+def compiled_kernel(tmp_path_factory):
+    """Compiles a C source with constants and loads it."""
+    import torch
+
+    from fly_cli.c_kernels import INSTRUCTIONS, compiled
+
+    if shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() not in INSTRUCTIONS:
+        pytest.skip("needs a C compiler and AVX2")
+    folder = tmp_path_factory.mktemp("kernels")
+    return lambda source, constants, load: load(compiled(source, constants, INSTRUCTIONS["AVX2"], folder))
 
 
 @pytest.fixture

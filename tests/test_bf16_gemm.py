@@ -1,19 +1,14 @@
-"""The compiled kernel for bf16 weights: right, the same for every number of rows, and optional."""
-
-import shutil
+"""The compiled kernel for bf16 weights: right, and the same for every number of rows."""
 
 import pytest
 import torch
 
-from fly_cli import bf16_gemm as module
-from fly_cli.bf16_gemm import AT_ONCE, PANEL, bf16_gemm, compiled, is_right, load
+from fly_cli.bf16_gemm import AT_ONCE, CONSTANTS, PANEL, SOURCE, is_right, load
 
 
 @pytest.fixture(scope="module")
-def gemm(tmp_path_factory):
-    if shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() not in module.INSTRUCTIONS:
-        pytest.skip("needs a C compiler and AVX2")
-    return load(compiled(module.INSTRUCTIONS["AVX2"], tmp_path_factory.mktemp("cache")))
+def gemm(compiled_kernel):
+    return compiled_kernel(SOURCE, CONSTANTS, load)
 
 
 def product(gemm, input, weight, bias=None):
@@ -95,34 +90,3 @@ def test_a_wrong_kernel_is_found_out(gemm):
     assert is_right(gemm)
     assert not is_right(Wrong(gemm, 1.02))
     assert not is_right(Wrong(gemm, float("nan")))
-
-
-@pytest.mark.parametrize("trouble", ["no compiler", "broken compiler", "no room", "library of another machine"])
-def test_without_a_kernel_there_is_none_and_no_error(tmp_path, monkeypatch, trouble):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
-    if trouble == "no compiler":
-        monkeypatch.setattr(shutil, "which", lambda name: None)
-    elif trouble == "broken compiler":
-        monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
-    elif trouble == "no room":
-        (tmp_path / "cache").write_text("a file")
-    else:
-        (tmp_path / "garbage.so").write_bytes(b"garbage")
-        monkeypatch.setattr(module, "compiled", lambda instructions: tmp_path / "garbage.so")
-    bf16_gemm.cache_clear()
-    assert bf16_gemm() is None
-    bf16_gemm.cache_clear()
-    assert not list(tmp_path.glob("cache/kernels/*"))
-
-
-def test_a_library_that_was_damaged_is_made_again(gemm, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setenv("FLY_CACHE", str(tmp_path))
-    library = compiled(module.INSTRUCTIONS["AVX2"])
-    size = library.stat().st_size
-    library.write_bytes(b"")
-    bf16_gemm.cache_clear()
-    assert bf16_gemm() is not None
-    assert library.stat().st_size == size
-    bf16_gemm.cache_clear()

@@ -11,7 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from fly_cli import cpu_attention
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_attention import MOST_ROWS, NAME, attend, is_ours, speed_up_attention, visible_spans
+from fly_cli.cpu_attention import MOST_ROWS, NAME, attend, is_ours, kernel_for, speed_up_attention, visible_spans
 from fly_cli.models import load_pair
 from fly_cli.settings import LOOKUP, ModelSettings
 
@@ -42,13 +42,21 @@ def test_it_is_what_transformers_own_gives(dtype, mask, rows, length):
     torch.testing.assert_close(output.float(), wide, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.fixture
+def kernel(monkeypatch):
+    """A CPU that cannot multiply bf16, for which there is a kernel."""
+    if cpu_attention.row_attention() is None:
+        pytest.skip("needs a C compiler and AVX2")
+    monkeypatch.setattr(cpu_attention, "multiplies_16_bit", False)
+
+
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("rows", "length", "width"), [(2, 3, 64), (5, 40, 16), (16, 600, 128), (MOST_ROWS, 33, 64)])
-def test_a_row_of_a_block_gets_bit_for_bit_what_it_gets_alone(dtype, window, rows, length, width):
+def test_a_row_of_a_block_gets_bit_for_bit_what_it_gets_alone(window, rows, length, width):
     torch.manual_seed(rows)
     query, key, value = (
-        torch.randn(1, heads, n, width).to(dtype) for heads, n in ((6, rows), (2, length), (2, length))
+        torch.randn(1, heads, n, width).bfloat16() for heads, n in ((6, rows), (2, length), (2, length))
     )
     seen = torch.ones(rows, length, dtype=torch.bool).tril(length - rows)
     if window:
@@ -59,6 +67,32 @@ def test_a_row_of_a_block_gets_bit_for_bit_what_it_gets_alone(dtype, window, row
         first = max(0, known - window) if window else 0
         alone, _ = attend(Layer(), query[:, :, row : row + 1], key[:, :, first:known], value[:, :, first:known], None)
         assert torch.equal(block[:, row : row + 1], alone)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_kernel_takes_what_it_was_made_for_and_no_more():
+    row = torch.zeros(1, 2, 1, 16).bfloat16()
+    assert kernel_for(row, row, row)
+    wide, odd, two = row.float(), row[..., :12], row.expand(2, -1, -1, -1)
+    for given in (
+        (wide, wide, wide),
+        (row, wide, wide),
+        (row, row, wide),
+        (odd, odd, row),
+        (row, row, odd),
+        (two, two, two),
+    ):
+        assert kernel_for(*given) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_kernel_rows_are_computed_together(monkeypatch, dtype):
+    monkeypatch.setattr(cpu_attention, "multiplies_16_bit", False)
+    monkeypatch.setattr(cpu_attention, "row_attention", lambda: None)
+    query, key = torch.randn(1, 6, 3, 16).to(dtype), torch.randn(1, 2, 9, 16).to(dtype)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)[None, None]
+    right = sdpa_attention_forward(Layer(), query.float(), key.float(), key.float(), mask)[0].to(dtype)
+    torch.testing.assert_close(attend(Layer(), query, key, key, mask)[0], right)
 
 
 def test_rows_that_see_keys_here_and_there_are_computed_together():

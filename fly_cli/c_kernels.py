@@ -1,0 +1,76 @@
+"""C kernels that are compiled where they run, once, in a fraction of a second, where there is a C compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from .files import written_whole
+from .storage import default_cache_dir
+
+K = TypeVar("K")
+HEADER = Path(__file__).with_name("bf16.h")
+FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-strict-aliasing")
+INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}  # by what PyTorch finds
+
+
+def working_kernel(
+    source: Path, constants: Mapping[str, int], load: Callable[[Path], K], is_right: Callable[[K], bool]
+) -> K | None:
+    """What `load` makes of the compiled library; None where it cannot be had or fails its self-test."""
+    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
+    if instructions is None or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        for _ in range(2):  # a file that was damaged is made again
+            library = compiled(source, constants, instructions)
+            with suppress(OSError):
+                if is_right(kernel := load(library)):
+                    return kernel
+            library.unlink(missing_ok=True)
+    except (OSError, AttributeError, subprocess.SubprocessError):
+        pass
+    return None
+
+
+def compiled(
+    source: Path, constants: Mapping[str, int], instructions: tuple[str, ...], cache_dir: Path | None = None
+) -> Path:
+    """The shared library, made where it is not there yet. Raises `OSError` or `SubprocessError` where it cannot be."""
+    flags = (*FLAGS, *(f"-D{name}={value}" for name, value in constants.items()), *instructions)
+    key = hashlib.sha256(source.read_bytes() + HEADER.read_bytes() + repr(flags).encode()).hexdigest()[:12]
+    library = (cache_dir or default_cache_dir()) / "kernels" / f"{source.stem}-{key}.so"
+    if library.is_file():
+        return library
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc"))), None)
+    if compiler is None:
+        raise FileNotFoundError("no C compiler")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with written_whole(library) as unfinished:
+        part = unfinished.with_name(unfinished.name + ".o")
+        try:
+            run([compiler, *flags, "-c", str(source), "-o", str(part)])
+            # Without OpenMP's own library: the threads are those of PyTorch's, which is in the process already.
+            run([compiler, "-shared", str(part), "-o", str(unfinished)])
+        finally:
+            part.unlink(missing_ok=True)
+    return library
+
+
+def run(command: list[str]) -> None:
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=60)
+
+
+def functions(library: Path) -> ctypes.CDLL:
+    """The functions of a shared library. Raises `OSError` for one that does not load."""
+    return ctypes.CDLL(str(library), mode=getattr(os, "RTLD_NOW", 0))

@@ -1,0 +1,85 @@
+"""Kernels that are compiled where they run: optional, made once, made again when damaged or out of date."""
+
+import shutil
+
+import pytest
+import torch
+
+from fly_cli import bf16_gemm, c_kernels, row_attention
+from fly_cli.c_kernels import INSTRUCTIONS, compiled
+
+KERNELS = {"gemm": bf16_gemm.bf16_gemm, "attention": row_attention.row_attention}
+SOURCES = {"gemm": (bf16_gemm.SOURCE, bf16_gemm.CONSTANTS), "attention": (row_attention.SOURCE, {})}
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """A machine with AVX2 and a cache of its own, on which no kernel was asked for yet."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    for kernel in KERNELS.values():
+        kernel.cache_clear()
+    yield
+    for kernel in KERNELS.values():
+        kernel.cache_clear()
+
+
+@pytest.fixture
+def compiles(compiled_kernel):
+    """Skips where nothing can be compiled."""
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("trouble", ["no compiler", "broken compiler", "no room", "library of another machine"])
+def test_without_a_kernel_there_is_none_and_no_error(tmp_path, monkeypatch, name, trouble):
+    if trouble == "no compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    elif trouble == "broken compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
+    elif trouble == "no room":
+        (tmp_path / "cache").write_text("a file")
+    else:
+        (tmp_path / "garbage.so").write_bytes(b"garbage")
+        monkeypatch.setattr(c_kernels, "compiled", lambda *given: tmp_path / "garbage.so")
+    assert KERNELS[name]() is None
+    assert not list(tmp_path.glob("cache/kernels/*"))
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_library_that_was_damaged_is_made_again(name):
+    library = compiled(*SOURCES[name], INSTRUCTIONS["AVX2"])
+    size = library.stat().st_size
+    library.write_bytes(b"")
+    assert KERNELS[name]() is not None
+    assert library.stat().st_size == size
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_whose_results_are_wrong_is_not_used(monkeypatch, name):
+    monkeypatch.setattr(bf16_gemm if name == "gemm" else row_attention, "is_right", lambda kernel: False)
+    assert KERNELS[name]() is None
+
+
+@pytest.mark.usefixtures("compiles")
+def test_a_library_is_compiled_once_and_anew_when_its_source_or_header_changes(tmp_path, monkeypatch):
+    commands, run = [], c_kernels.run
+    monkeypatch.setattr(c_kernels, "run", lambda command: commands.append(command) or run(command))
+    source, header = tmp_path / "one.c", tmp_path / "one.h"
+    monkeypatch.setattr(c_kernels, "HEADER", header)
+    source.write_text("int one(void) { return ONE; }")
+    header.write_text("// old")
+
+    def library(one=1):
+        return compiled(source, {"ONE": one}, INSTRUCTIONS["AVX2"])
+
+    first = library()
+    assert library() == first and len(commands) == 2  # to compile, to link
+    others = [library(one=2)]
+    header.write_text("// new")
+    others.append(library())
+    source.write_text("int one(void) { return -ONE; }")
+    others.append(library())
+    assert len({first, *others}) == 4 and len(commands) == 8
+    assert [c_kernels.functions(one).one() for one in (first, *others)] == [1, 2, 1, -1]
