@@ -1,12 +1,7 @@
 // What the kernels share.
+#include <omp.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#else
-#define omp_get_thread_num() 0
-#define omp_get_num_threads() 1
-#endif
 
 static inline uint16_t rounded(float value) { // to the nearest bf16, a tie to the even one
     uint32_t bits;

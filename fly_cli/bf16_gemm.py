@@ -48,7 +48,7 @@ class Gemm:
         """bf16 [rows, in] times packed weights of `height` outputs, plus fp32 [out]: bf16 [rows, out]."""
         (rows, width), threads = input.shape, torch.get_num_threads()
         output = input.new_empty(rows, height)
-        scratch = torch.empty(threads * min(rows, AT_ONCE) * width, dtype=torch.float32)
+        scratch = torch.empty(threads * min(rows, AT_ONCE) * width, dtype=torch.float32, device="cpu")
         offset = None if bias is None else bias.data_ptr()
         pointers = (input.data_ptr(), packed.data_ptr(), offset, output.data_ptr(), scratch.data_ptr())
         self.library.bf16_gemm(*pointers, rows, width, height, threads)
@@ -75,7 +75,7 @@ def is_right(gemm: Gemm) -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float32)
+        return torch.randn(*shape, generator=generator, dtype=torch.float32, device="cpu")
 
     # Enough panels for all that a thread takes at a time, and a part of one; more inputs than a chunk has.
     height, width = 4 * torch.get_num_threads() * PANEL + PANEL - 2, CHUNK + STEP

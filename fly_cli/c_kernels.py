@@ -34,11 +34,11 @@ def working_kernel(
     try:
         for _ in range(2):  # a file that was damaged is made again
             library = compiled(source, constants, instructions)
-            with suppress(OSError):
+            with suppress(OSError, AttributeError):
                 if is_right(kernel := load(library)):
                     return kernel
             library.unlink(missing_ok=True)
-    except (OSError, AttributeError, subprocess.SubprocessError):
+    except (OSError, subprocess.SubprocessError):
         pass
     return None
 

@@ -56,7 +56,7 @@ class RowAttention:
         (_, heads, rows, width), (_, key_heads, keys, _) = query.shape, key.shape
         group, threads, value_width = heads // key_heads, torch.get_num_threads(), value.shape[-1]
         room = group * (width + value_width + keys + TILE) + TILE * max(width, value_width)
-        scratch = torch.empty(threads * room, dtype=torch.float32)
+        scratch = torch.empty(threads * room, dtype=torch.float32, device="cpu")
         output = query.new_empty(1, rows, heads, value_width)
         places = (ctypes.byref(rows_of(x)) for x in (query, key, value))
         pointers = (spans.data_ptr(), output.data_ptr(), scratch.data_ptr())
@@ -83,11 +83,11 @@ def is_right(kernel: RowAttention) -> bool:
     """The self-test: rows that see a part of a tile, all of one, and more."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
-        torch.randn(1, heads, count, 2 * LANES, generator=generator, dtype=torch.float32).bfloat16()
+        torch.randn(1, heads, count, 2 * LANES, generator=generator, dtype=torch.float32, device="cpu").bfloat16()
         for heads, count in ((6, 3), (2, 2 * TILE + 3), (2, 2 * TILE + 3))
     )
     spans = [(0, 3), (1, TILE + 1), (2, 2 * TILE + 3)]
-    output = kernel(query, key, value, torch.tensor(spans), 0.3).float()
+    output = kernel(query, key, value, torch.tensor(spans, device="cpu"), 0.3).float()
     for row, (first, behind) in enumerate(spans):
         seen = key[:, :, first:behind].float(), value[:, :, first:behind].float()
         right = scaled_dot_product_attention(query[:, :, row : row + 1].float(), *seen, scale=0.3, enable_gqa=True)

@@ -57,6 +57,17 @@ def test_a_library_that_was_damaged_is_made_again(name):
 
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("name", KERNELS)
+def test_a_library_without_the_functions_is_not_kept(tmp_path, name):
+    other = tmp_path / "other.c"
+    other.write_text("int other(void) { return 1; }")
+    library = compiled(*SOURCES[name], INSTRUCTIONS["AVX2"])
+    shutil.copy(compiled(other, {}, INSTRUCTIONS["AVX2"]), library)
+    assert KERNELS[name]() is None  # a process loads a name once: the next one gets a new library
+    assert not library.exists()
+
+
+@pytest.mark.usefixtures("compiles")
+@pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_whose_results_are_wrong_is_not_used(monkeypatch, name):
     monkeypatch.setattr(bf16_gemm if name == "gemm" else row_attention, "is_right", lambda kernel: False)
     assert KERNELS[name]() is None

@@ -69,20 +69,77 @@ def test_a_row_of_a_block_gets_bit_for_bit_what_it_gets_alone(window, rows, leng
         assert torch.equal(block[:, row : row + 1], alone)
 
 
+NOT_FOR_IT = {  # what is changed in a query [1, 6, 3, 16] and keys and values [1, 2, 9, 16]
+    "fp32": lambda q, k, v: (q.float(), k.float(), v.float()),
+    "keys in fp32": lambda q, k, v: (q, k.float(), v),
+    "values in fp32": lambda q, k, v: (q, k, v.float()),
+    "widths of 12": lambda q, k, v: (q[..., :12], k[..., :12], v),
+    "values of 12": lambda q, k, v: (q, k, v[..., :12]),
+    "two texts": lambda q, k, v: (x.expand(2, -1, -1, -1) for x in (q, k, v)),
+    "keys of two texts": lambda q, k, v: (q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1)),
+    "five heads": lambda q, k, v: (q[:, :5], k, v),
+    "fewer values": lambda q, k, v: (q, k, v[:, :, :8]),
+    "no keys": lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]),
+    "wider keys": lambda q, k, v: (q[..., :8], k, v),
+    "gradients": lambda q, k, v: (q.requires_grad_(), k, v),
+}
+
+
 @pytest.mark.usefixtures("kernel")
-def test_the_kernel_takes_what_it_was_made_for_and_no_more():
-    row = torch.zeros(1, 2, 1, 16).bfloat16()
-    assert kernel_for(row, row, row)
-    wide, odd, two = row.float(), row[..., :12], row.expand(2, -1, -1, -1)
-    for given in (
-        (wide, wide, wide),
-        (row, wide, wide),
-        (row, row, wide),
-        (odd, odd, row),
-        (row, row, odd),
-        (two, two, two),
-    ):
-        assert kernel_for(*given) is None
+@pytest.mark.parametrize("change", NOT_FOR_IT)
+def test_the_kernel_takes_what_it_was_made_for_and_no_more(change):
+    given = (torch.zeros(1, 6, 3, 16).bfloat16(), *torch.zeros(2, 1, 2, 9, 16).bfloat16())
+    assert kernel_for(*given)
+    assert kernel_for(*NOT_FOR_IT[change](*given)) is None
+
+
+@pytest.mark.usefixtures("kernel")
+def test_gradients_that_nobody_asks_for_do_not_matter():
+    given = torch.zeros(3, 1, 2, 1, 16, requires_grad=True).bfloat16()
+    with torch.no_grad():
+        assert kernel_for(*given)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", [(1, 1, 1, 40), (1, 1, 5, 1), (1, 6, 5, 40)], ids=str)
+def test_masks_that_stand_for_several_rows_keys_or_heads_are_left_to_pytorch(shape):
+    query, key = torch.randn(1, 6, 5, 16).bfloat16(), torch.randn(1, 2, 40, 16).bfloat16()
+    mask = torch.ones(shape, dtype=torch.bool)
+    right = sdpa_attention_forward(Layer(), query.float(), key.float(), key.float(), mask)[0].bfloat16()
+    torch.testing.assert_close(attend(Layer(), query, key, key, mask)[0], right)
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("shape", [(1, 1, 5, 48), (1, 1, 5, 4000), (1, 1, 7, 40)], ids=str)
+def test_masks_of_other_rows_or_keys_are_an_error_and_no_crash(shape):
+    query, key = torch.randn(1, 6, 5, 16).bfloat16(), torch.randn(1, 2, 40, 16).bfloat16()
+    with pytest.raises(RuntimeError):
+        attend(Layer(), query, key, key, torch.ones(shape, dtype=torch.bool))
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_default_device_of_the_moment_does_not_matter():
+    query, key = torch.randn(1, 6, 1, 16).bfloat16(), torch.randn(1, 2, 11, 16).bfloat16()
+    right = attend(Layer(), query, key, key, None)[0]
+    cpu_attention.all_of.cache_clear()
+    with torch.device("meta"):  # as while a model is laid out
+        assert torch.equal(attend(Layer(), query, key, key, None)[0], right)
+
+
+def test_layers_of_two_kinds_look_at_each_mask_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(cpu_attention, "stretches", lambda seen: looks.append(1) or torch.zeros(3, 2))
+    full, window = torch.ones(2, 1, 1, 3, 9, dtype=torch.bool)
+    for _ in range(3):
+        for mask in (full, window):
+            assert visible_spans(mask, 3, 9) is not None
+    assert len(looks) == 2
+
+
+def test_a_scale_of_zero_is_a_scale():
+    query, key = torch.randn(1, 6, 1, 16), torch.randn(1, 2, 11, 16)
+    mean = key.mean(2).repeat_interleave(3, dim=1)
+    torch.testing.assert_close(attend(Layer(), query, key, key, None, scaling=0.0)[0][:, 0], mean)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -98,7 +155,7 @@ def test_without_a_kernel_rows_are_computed_together(monkeypatch, dtype):
 def test_rows_that_see_keys_here_and_there_are_computed_together():
     query, key = torch.randn(1, 6, 3, 16), torch.randn(1, 2, 9, 16)
     mask = torch.tensor([1, 0, 1, 1, 1, 1, 1, 1, 1]).bool().expand(1, 1, 3, 9)
-    assert visible_spans(mask, 9) is None and visible_spans(torch.zeros_like(mask), 9) is None
+    assert visible_spans(mask, 3, 9) is None and visible_spans(torch.zeros_like(mask), 3, 9) is None
     right = sdpa_attention_forward(Layer(), query, key, key, mask)[0]
     torch.testing.assert_close(attend(Layer(), query, key, key, mask)[0], right)
 
@@ -152,7 +209,9 @@ def test_sixteen_bit_rows_go_the_usual_way_where_the_cpu_has_instructions_for_th
 def test_what_else_a_model_asks_for_is_left_to_the_library(more):
     row = torch.zeros(1, 2, 1, 16)
     assert not is_ours(row, None, more)
-    assert is_ours(row, None, {"dropout": 0.0, "scaling": 0.1, "softcap": None, "sliding_window": 8})
+    assert is_ours(
+        row, None, {"dropout": 0.0, "scaling": 0.1, "softcap": None, "sliding_window": 8, "output_router_logits": False}
+    )
     assert not is_ours(row.expand(-1, -1, 5, -1), None, {})  # a block without a mask
     assert not is_ours(torch.zeros(1, 2, MOST_ROWS + 1, 16), torch.ones(1), {})
     assert not is_ours(row.to("meta"), None, {})
