@@ -19,8 +19,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from .c_kernels import functions, working_kernel
 
 SOURCE = Path(__file__).with_suffix(".c")
-TILE = 8  # keys that are widened at a time, as in the source
-LANES = 8  # widths are multiples of it
+LANES = 8  # numbers of a vector; widths are multiples of it
+TILE = LANES  # keys that are widened at a time
+CONSTANTS = {"TILE": TILE}
 LARGEST_ERROR = 0.01  # of the self-test: what rounds to bf16 is 1 or so, and so off by 2^-8 = 0.0039 at most
 
 
@@ -67,7 +68,7 @@ class RowAttention:
 @cache
 def row_attention() -> RowAttention | None:
     """The kernel; None where it cannot be had or is wrong."""
-    return working_kernel(SOURCE, {}, load, is_right)
+    return working_kernel(SOURCE, CONSTANTS, load, is_right)
 
 
 def load(library: Path) -> RowAttention:

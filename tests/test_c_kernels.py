@@ -9,7 +9,8 @@ from fly_cli import bf16_gemm, c_kernels, row_attention
 from fly_cli.c_kernels import INSTRUCTIONS, compiled
 
 KERNELS = {"gemm": bf16_gemm.bf16_gemm, "attention": row_attention.row_attention}
-SOURCES = {"gemm": (bf16_gemm.SOURCE, bf16_gemm.CONSTANTS), "attention": (row_attention.SOURCE, {})}
+MODULES = {"gemm": bf16_gemm, "attention": row_attention}
+SOURCES = {name: (module.SOURCE, module.CONSTANTS) for name, module in MODULES.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +70,7 @@ def test_a_library_without_the_functions_is_not_kept(tmp_path, name):
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_whose_results_are_wrong_is_not_used(monkeypatch, name):
-    monkeypatch.setattr(bf16_gemm if name == "gemm" else row_attention, "is_right", lambda kernel: False)
+    monkeypatch.setattr(MODULES[name], "is_right", lambda kernel: False)
     assert KERNELS[name]() is None
 
 

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fly_cli.row_attention import LANES, SOURCE, TILE, is_right, load
+from fly_cli.row_attention import CONSTANTS, LANES, SOURCE, TILE, is_right, load
 
 
 @pytest.fixture(scope="module")
 def kernel(compiled_kernel):
-    return compiled_kernel(SOURCE, {}, load)
+    return compiled_kernel(SOURCE, CONSTANTS, load)
 
 
 def made(rows, keys, heads=6, key_heads=2, width=16, value_width=None):
