@@ -12,7 +12,7 @@ from ..bench_rows import Key, Row, shortened
 from ..graphemes import visible_line
 from ..streams import write_line
 from ..theme import ColorPolicy
-from .progress import note_above
+from .progress import write_note
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bars
@@ -78,7 +78,7 @@ class LineView(BenchView):
         write_line(sys.stderr, visible_line(line))
 
     def note(self, text: str) -> None:
-        write_line(sys.stderr, f"note: {visible_line(text)}")
+        write_note(text)
 
 
 class BarView(BenchView):
@@ -109,7 +109,7 @@ class BarView(BenchView):
         self._bars.update(self._task, advance=1, left=self.time_left(), refresh=True)
 
     def note(self, text: str) -> None:
-        note_above(self._bars, text)
+        write_note(text, self._bars)
 
     def close(self) -> None:
         self._bars.stop()

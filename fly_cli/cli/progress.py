@@ -30,7 +30,7 @@ class LineProgress:
         pass
 
     def note(self, text: str) -> None:
-        write_line(sys.stderr, f"note: {visible_line(text)}")
+        write_note(text)
 
     def finish(self) -> None:
         pass
@@ -67,10 +67,7 @@ class BarProgress:
             self._bars.advance(self._bars.task_ids[0], amount)
 
     def note(self, text: str) -> None:
-        if self._bars is None:
-            write_line(sys.stderr, f"note: {visible_line(text)}")
-        else:
-            note_above(self._bars, text)
+        write_note(text, self._bars)
 
     def finish(self) -> None:
         if self._bars is not None:
@@ -78,6 +75,10 @@ class BarProgress:
             self._bars = None
 
 
-def note_above(bars: Bars, text: str) -> None:
-    """A note above bars that go on."""
-    bars.console.print(f"note: {visible_line(text)}", markup=False, emoji=False, soft_wrap=True)
+def write_note(text: str, bars: Bars | None = None) -> None:
+    """A note on stderr; above bars that go on, where there are any."""
+    line = f"note: {visible_line(text)}"
+    if bars is None:
+        write_line(sys.stderr, line)
+    else:
+        bars.console.print(line, markup=False, emoji=False, soft_wrap=True)
