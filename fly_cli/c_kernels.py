@@ -52,9 +52,18 @@ def compiled(
     library = (cache_dir or default_cache_dir()) / "kernels" / f"{source.stem}-{key}.so"
     if library.is_file():
         return library
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc"))), None)
-    if compiler is None:
-        raise FileNotFoundError("no C compiler")
+    failure: Exception = FileNotFoundError("no C compiler")
+    for compiler in filter(None, map(shutil.which, dict.fromkeys((os.environ.get("CC") or "cc", "gcc")))):
+        try:
+            compile_with(compiler, source, flags, library)
+            return library
+        except (OSError, subprocess.SubprocessError) as error:  # perhaps without OpenMP's header: the next may have it
+            failure = error
+    raise failure
+
+
+def compile_with(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:
+    """Make the shared library, whole or not at all. Raises `OSError` or `SubprocessError` where it cannot be."""
     library.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(library) as unfinished:
         part = unfinished.with_name(unfinished.name + ".o")
@@ -64,7 +73,6 @@ def compiled(
             run([compiler, "-shared", str(part), "-o", str(unfinished)])
         finally:
             part.unlink(missing_ok=True)
-    return library
 
 
 def run(command: list[str]) -> None:

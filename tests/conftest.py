@@ -3,11 +3,43 @@
 import os
 import shutil
 import signal
+import tempfile
+from pathlib import Path
 
 import pytest
 
+from fly_cli.storage import default_cache_dir
+
+USERS_CACHE = default_cache_dir()
+OF_THE_PAIR = ("compiled", "downloads", "gguf", "int4", "int8", "kernels", "locks", "models", "panels")
+
 # A shell starts background jobs with SIGINT ignored, and processes that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_sessionstart(session):
+    session.config.own_caches = tempfile.TemporaryDirectory(prefix="fly-tests-")
+
+
+def pytest_unconfigure(config):
+    if hasattr(config, "own_caches"):
+        config.own_caches.cleanup()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Keeps tests, and fixtures of any scope, out of the user's cache; tests of the real pair find its models there.
+
+    What forwards took beside other tests is not what they take a user: such costs stay out of the user's too.
+    """
+    with_pair = item.get_closest_marker("pair") is not None
+    cache = Path(item.config.own_caches.name) / ("pair" if with_pair else "fast")
+    os.environ["FLY_CACHE"] = str(cache)
+    if with_pair and not cache.exists():
+        cache.mkdir()
+        for name in OF_THE_PAIR:
+            (USERS_CACHE / name).mkdir(parents=True, exist_ok=True)
+            (cache / name).symlink_to(USERS_CACHE / name, target_is_directory=True)
 
 
 @pytest.fixture(scope="session")
@@ -42,10 +74,3 @@ def panels_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(panels, "KEPT_FROM", 1)
     monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "panels"
-
-
-@pytest.fixture(autouse=True)
-def own_cache(request, tmp_path_factory, monkeypatch):
-    """Keeps tests out of the user's cache, but for those that need the real pair in it."""
-    if request.node.get_closest_marker("pair") is None and "FLY_CACHE" not in os.environ:
-        monkeypatch.setenv("FLY_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))

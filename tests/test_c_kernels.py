@@ -47,6 +47,14 @@ def test_without_a_kernel_there_is_none_and_no_error(tmp_path, monkeypatch, name
 
 
 @pytest.mark.usefixtures("compiles")
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("name", KERNELS)
+def test_where_the_chosen_compiler_fails_gcc_is_tried(monkeypatch, name):
+    monkeypatch.setenv("CC", "/bin/false")
+    assert KERNELS[name]() is not None
+
+
+@pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_library_that_was_damaged_is_made_again(name):
     library = compiled(*SOURCES[name], INSTRUCTIONS["AVX2"])
