@@ -21,7 +21,8 @@ from fly_cli import ModelSettings, load_pair
 from fly_cli.cached_model import CachedModel, DraftModel
 from fly_cli.costs import CONTEXT, MEASURED_ROWS, measure_costs
 from fly_cli.cpu_linear import PackedLinear
-from fly_cli.int4 import BYTES_PER_WEIGHT
+from fly_cli.int4_decoder import Int4Decoder
+from fly_cli.int4_onnx import BYTES_PER_WEIGHT
 from fly_cli.machine import processor_name
 from fly_cli.panels import PanelLinear
 from fly_cli.placement import Placement
@@ -47,8 +48,11 @@ def bytes_read(model: DraftModel, place: Placement) -> int:
     """Bytes of weights that a forward reads."""
     if isinstance(model, CachedModel):
         return weight_bytes(model.model)
+    if isinstance(model, Int4Decoder):
+        looked_up = "embedding" if "head" in model.state else ""
+        return sum(one.nbytes for name, one in model.state.items() if name != looked_up)
     config = AutoConfig.from_pretrained(model.path).get_text_config()
-    return place.weight_bytes - int(BYTES_PER_WEIGHT * config.vocab_size * config.hidden_size)  # int4: all but a table
+    return place.weight_bytes - int(BYTES_PER_WEIGHT * config.vocab_size * config.hidden_size)  # all but a table
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -6,6 +6,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
@@ -19,9 +20,9 @@ from .files import written_whole
 from .storage import default_cache_dir
 
 K = TypeVar("K")
-HEADER = Path(__file__).with_name("bf16.h")
+INCLUDE = re.compile(rb'^#include "(.+)"', re.MULTILINE)
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-strict-aliasing")
-INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}  # by what PyTorch finds
+INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-mf16c"), "AVX512": ("-mavx2", "-mfma", "-mf16c")}  # by what PyTorch finds
 
 
 def working_kernel(
@@ -48,7 +49,7 @@ def compiled(
 ) -> Path:
     """The shared library, made where it is not there yet. Raises `OSError` or `SubprocessError` where it cannot be."""
     flags = (*FLAGS, *(f"-D{name}={value}" for name, value in constants.items()), *instructions)
-    key = hashlib.sha256(source.read_bytes() + HEADER.read_bytes() + repr(flags).encode()).hexdigest()[:12]
+    key = hashlib.sha256(whole_text(source) + repr(flags).encode()).hexdigest()[:12]
     library = (cache_dir or default_cache_dir()) / "kernels" / f"{source.stem}-{key}.so"
     if library.is_file():
         return library
@@ -60,6 +61,12 @@ def compiled(
         except (OSError, subprocess.SubprocessError) as error:  # perhaps without OpenMP's header: the next may have it
             failure = error
     raise failure
+
+
+def whole_text(source: Path) -> bytes:
+    """A source and all that it includes from its own folder."""
+    text = source.read_bytes()
+    return text + b"".join(whole_text(source.with_name(name.decode())) for name in INCLUDE.findall(text))
 
 
 def compile_with(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:

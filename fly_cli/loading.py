@@ -14,7 +14,8 @@ from transformers.distributed import DistributedConfig
 
 from .cached_model import CachedModel
 from .errors import ModelError, SettingsError, is_out_of_memory, memory_errors
-from .int4 import Int4Error, Int4Model, build, check, give_up, int4_folder, open_session, reference_reads
+from .int4 import Engine, build, engine_of, give_up, int4_folder, open_int4
+from .int4_model import Int4Error, Int4Model, reference_reads
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of, quantization_config
 from .placement import Placement, gigabytes, place_draft
 from .progress import Progress
@@ -25,8 +26,6 @@ from .storage import exclusive, require_memory
 from .team import join_team
 from .text import one_line
 from .weights import Located
-
-INT4_BUILD = 10  # bytes of memory for each weight while the int4 form is made
 
 
 @dataclass(frozen=True)
@@ -151,19 +150,20 @@ def load_int4(source: Source, place: Placement) -> Int4Model:
 
     Raises `Int4Error` where they cannot be made or are not right on this machine.
     """
-    folder = int4_folder(source.located.path)
-    if (model := kept_int4(source, place, folder)) is not None:
+    engine = engine_of(source.empty.model)
+    folder = int4_folder(engine, source.located.path)
+    if (model := kept_int4(source, place, engine, folder)) is not None:
         return model
     if source.settings.allow_missing_weights:  # those that stay random are not the same twice
         raise Int4Error("with `--allow-missing-weights` none are made")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with exclusive(folder.with_name(f"{folder.name}.lock"), f"int4 weights of {place.name}", source.progress):
-            if (model := kept_int4(source, place, folder)) is not None:
+            if (model := kept_int4(source, place, engine, folder)) is not None:
                 return model  # another process was faster
             source.alone()
-            prepare_int4(source, place, folder)
-            return read_int4(source, place, folder)
+            prepare_int4(source, place, engine, folder)
+            return read_int4(source, place, engine, folder)
     except Int4Error as error:
         give_up(folder, error)
         raise
@@ -171,37 +171,34 @@ def load_int4(source: Source, place: Placement) -> Int4Model:
         raise Int4Error(f"`{folder.parent}` cannot be written: {error.strerror}") from error
 
 
-def kept_int4(source: Source, place: Placement, folder: Path) -> Int4Model | None:
+def kept_int4(source: Source, place: Placement, engine: Engine, folder: Path) -> Int4Model | None:
     """The model that an earlier run prepared; None where there is none that works: it is made again."""
     try:
-        return read_int4(source, place, folder) if folder.is_dir() else None
+        return read_int4(source, place, engine, folder) if folder.is_dir() else None
     except Int4Error:
         return None
 
 
-def read_int4(source: Source, place: Placement, folder: Path) -> Int4Model:
+def read_int4(source: Source, place: Placement, engine: Engine, folder: Path) -> Int4Model:
     """The model of a prepared folder, compared with the plain one. Raises `Int4Error`."""
     source.progress.start(f"loading {place.name} ({gigabytes(place.weight_bytes)}, int4)", None)
     try:
         config = source.empty.model.config
-        model = Int4Model(open_session(folder), config, name=place.name, vocab_size=source.vocab_size)
-        check(model, folder)
-        return model
+        return open_int4(engine, folder, config, name=place.name, vocab_size=source.vocab_size)
     finally:
         source.progress.finish()
 
 
-def prepare_int4(source: Source, place: Placement, folder: Path) -> None:
+def prepare_int4(source: Source, place: Placement, engine: Engine, folder: Path) -> None:
     """Make and keep the int4 form of a model, with the plain model's logits to check it by. Raises `Int4Error`."""
     plain = replace(place, dtype=torch.bfloat16, quantize=NONE)
-    require_memory(INT4_BUILD * source.empty.num_parameters, f"preparing int4 weights of `{place.name}`")
-    reference = reference_reads(
-        CachedModel(load_model(source.located, plain, source.settings, source.progress), name=place.name)
-    )
-    source.progress.start(f"preparing int4 weights of {place.name}, once (a minute or so)", None)
+    require_memory(engine.build_bytes * source.empty.num_parameters, f"preparing int4 weights of `{place.name}`")
+    model = load_model(source.located, plain, source.settings, source.progress)
+    reference = reference_reads(CachedModel(model, name=place.name))
+    source.progress.start(f"preparing int4 weights of {place.name}, once ({engine.build_time})", None)
     try:
         shutil.rmtree(folder, ignore_errors=True)
-        build(source.located.path, folder, reference)
+        build(engine, model, folder, reference)
     finally:
         source.progress.finish()
 

@@ -26,7 +26,7 @@ from .cpu_linear import keep_fast_linears, speed_up_linears
 from .descriptions import locate_description
 from .errors import SettingsError
 from .hub import is_offline
-from .int4 import Int4Model
+from .int4_model import Int4Model
 from .loading import Source, load_model, load_placed
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of
 from .pairing import Outlook, codec_of, examine, translation_of

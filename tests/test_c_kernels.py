@@ -5,11 +5,11 @@ import shutil
 import pytest
 import torch
 
-from fly_cli import bf16_gemm, c_kernels, row_attention
+from fly_cli import bf16_gemm, c_kernels, int4_kernel, row_attention
 from fly_cli.c_kernels import INSTRUCTIONS, compiled
 
-KERNELS = {"gemm": bf16_gemm.bf16_gemm, "attention": row_attention.row_attention}
-MODULES = {"gemm": bf16_gemm, "attention": row_attention}
+KERNELS = {"gemm": bf16_gemm.bf16_gemm, "attention": row_attention.row_attention, "int4": int4_kernel.int4_kernel}
+MODULES = {"gemm": bf16_gemm, "attention": row_attention, "int4": int4_kernel}
 SOURCES = {name: (module.SOURCE, module.CONSTANTS) for name, module in MODULES.items()}
 
 
@@ -87,8 +87,7 @@ def test_a_library_is_compiled_once_and_anew_when_its_source_or_header_changes(t
     commands, run = [], c_kernels.run
     monkeypatch.setattr(c_kernels, "run", lambda command: commands.append(command) or run(command))
     source, header = tmp_path / "one.c", tmp_path / "one.h"
-    monkeypatch.setattr(c_kernels, "HEADER", header)
-    source.write_text("int one(void) { return ONE; }")
+    source.write_text('#include "one.h"\nint one(void) { return ONE; }')
     header.write_text("// old")
 
     def library(one=1):
@@ -99,7 +98,7 @@ def test_a_library_is_compiled_once_and_anew_when_its_source_or_header_changes(t
     others = [library(one=2)]
     header.write_text("// new")
     others.append(library())
-    source.write_text("int one(void) { return -ONE; }")
+    source.write_text('#include "one.h"\nint one(void) { return -ONE; }')
     others.append(library())
     assert len({first, *others}) == 4 and len(commands) == 8
     assert [c_kernels.functions(one).one() for one in (first, *others)] == [1, 2, 1, -1]

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -258,10 +259,12 @@ def test_what_a_kill_left_of_int4_weights_goes_with_the_next_attempt(tmp_path: P
     left = folder.parent / f".{folder.name}.abcdef"
     (left / "model").mkdir(parents=True)
     (left / "model" / "model.onnx").write_bytes(b"half")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(int4, "tethered", lambda *_: [sys.executable, "-c", "raise SystemExit('no')"])
-        with pytest.raises(int4.Int4Error, match="builder failed: no"):
-            int4.build(tmp_path, folder, torch.zeros(1))
+
+    def failing(model: object, made: Path) -> None:
+        raise int4.Int4Error("no")
+
+    with pytest.raises(int4.Int4Error, match="no"):
+        int4.build(replace(int4.KERNEL, build=failing), None, folder, torch.zeros(1))
     assert list(folder.parent.iterdir()) == []
 
 
