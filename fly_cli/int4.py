@@ -32,8 +32,9 @@ REFERENCE, FAILED = "reference.safetensors", "failed.txt"
 
 @dataclass(frozen=True)
 class Engine:
-    """What runs a model with int4 weights."""
+    """What runs a model of `ARCHITECTURES` with int4 weights."""
 
+    why_not: Callable[[Any], str | None]  # why it cannot run a model (perhaps without weights) here
     form: tuple[Any, ...]  # of its files
     build_bytes: int  # of memory for each weight while they are made
     build_time: str
@@ -43,6 +44,7 @@ class Engine:
 
 
 KERNEL = Engine(
+    int4_decoder.no_decoder,
     int4_decoder.FORM,
     int4_decoder.BUILD_BYTES,
     "some seconds",
@@ -51,6 +53,7 @@ KERNEL = Engine(
     int4_decoder.opened,
 )
 ONNX = Engine(
+    lambda _: int4_onnx.no_packages(),
     int4_onnx.FORM,
     int4_onnx.BUILD_BYTES,
     "a minute or so",
@@ -60,9 +63,17 @@ ONNX = Engine(
 )
 
 
-def engine_of(model: Any) -> Engine:
-    """What would run a model (perhaps without weights) of `ARCHITECTURES`."""
-    return ONNX if int4_decoder.no_decoder(model) else KERNEL
+def engine_of(model: Any) -> Engine | None:
+    """The fastest that runs a model (perhaps without weights) of `ARCHITECTURES` here."""
+    return next((engine for engine in (KERNEL, ONNX) if why_not(engine, model) is None), None)
+
+
+def why_not(engine: Engine, model: Any) -> str | None:
+    """Why it does not run the model here: it cannot, or has failed before; None if it does."""
+    if reason := engine.why_not(model):
+        return reason
+    failed = int4_folder(engine, Path(model.config.name_or_path)) / FAILED
+    return failed.read_text(encoding="utf-8") if failed.is_file() else None
 
 
 def no_int4(model: Any) -> str | None:
@@ -72,16 +83,12 @@ def no_int4(model: Any) -> str | None:
     rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if architecture not in ARCHITECTURES or getattr(config, "sliding_window", None) or rope not in ROPE_TYPES:
         return f"that is built for plain {', '.join(name.removesuffix('ForCausalLM') for name in ARCHITECTURES)} models"
-    engine = engine_of(model)
-    if engine is ONNX and (missing := int4_onnx.no_packages()):
-        return f"{int4_decoder.no_decoder(model)}, and {missing}"
-    failed = int4_folder(engine, Path(config.name_or_path)) / FAILED
-    return failed.read_text(encoding="utf-8") if failed.is_file() else None
+    return None if engine_of(model) else f"{why_not(KERNEL, model)}, and {why_not(ONNX, model)}"
 
 
 def int4_bytes(model: Any) -> int:
-    """What the model's int4 form takes."""
-    return engine_of(model).weight_bytes(model)
+    """What the int4 form takes of a model that can have one."""
+    return (engine_of(model) or ONNX).weight_bytes(model)
 
 
 def int4_folder(engine: Engine, folder: Path, cache_dir: Path | None = None) -> Path:

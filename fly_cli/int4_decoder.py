@@ -48,7 +48,7 @@ def no_decoder(model: Any) -> str | None:
     config = model.config
     inputs = {layer.in_features for layer in model.modules() if isinstance(layer, torch.nn.Linear)}
     if config.hidden_act != "silu" or head_width(config) % LANES or any(size % BLOCK for size in inputs):
-        return "its layers have sizes that the kernel for int4 weights does not take"
+        return "its layers are not such that the kernel for int4 weights takes them"
     return None if int4_kernel() else "there is no kernel for int4 weights here (it needs AVX2 and a C compiler)"
 
 
@@ -92,7 +92,10 @@ def opened(folder: Path, config: Any, **more: Any) -> Int4Decoder:
 
 
 def packed_state(model: Any, kernel: Kernel) -> dict[str, Tensor]:
-    """The tensors of a loaded model's int4 form by name."""
+    """The tensors of a loaded model's int4 form by name. Raises `Int4Error` for weights that are NaN or infinite."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise Int4Error(f"{name} has values that are NaN or infinite")
     decoder = model.model
     state = {"frequencies": decoder.rotary_emb.inv_freq.float(), "norm": decoder.norm.weight.float()}
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -206,15 +209,19 @@ class Int4Decoder(Int4Model):
         config, width = self._config, head_width(self._config)
         before = self._cache[:, :, :kept] if kept else None
         shape = (config.num_hidden_layers, 2, capacity, config.num_key_value_heads, width)
-        self._cache: Tensor = empty(*shape, dtype=torch.bfloat16)
+        cache = empty(*shape, dtype=torch.bfloat16)
         if before is not None:
-            self._cache[:, :, :kept] = before
+            cache[:, :, :kept] = before
         angles = torch.arange(capacity, dtype=torch.float64, device="cpu").outer(self.state["frequencies"].double())
-        self._turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
+        turns = torch.stack([angles.cos(), angles.sin()], dim=1).float()
+        self._cache: Tensor = cache
+        self._turns: Tensor = turns
 
     def _forward(self, ids: list[int], start: int, last: int) -> Tensor:
         if not 0 <= min(ids) <= max(ids) < self.vocab_rows:
             raise IndexError(f"the embedding has rows for ids below {self.vocab_rows}")
+        if len(ids) > ROWS or start + len(ids) > min(self._cache.shape[2], len(self._turns)):
+            raise IndexError(f"no room for {len(ids)} tokens behind {start}")
         config, width = self._config, head_width(self._config)
         group = config.num_attention_heads // config.num_key_value_heads
         room = group * (2 * width + start + len(ids) + TILE) + TILE * width  # that attention takes

@@ -9,6 +9,7 @@
 // multiplied to what is asked for.
 #define BLOCK_BYTES (2 * OUTS + BLOCK * OUTS / 2) // fp16 scales, then nibbles of weight + 8
 #define MOST 4                                    // rows that share a loaded block
+#define LEAST 1e-30f                              // inputs that are no larger count as 0
 
 // y = w x + bias: w as `pack_int4` leaves it, `in` a multiple of BLOCK, bias [out] or null.
 typedef struct {
@@ -50,26 +51,27 @@ static void quantize_row(const float *x, int64_t n, narrow to) {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     const __m256 sign = _mm256_set1_ps(-0.f);
     for (int64_t b = 0; b < n / BLOCK; b++) {
-        __m256 v[4], most = _mm256_setzero_ps();
+        __m256 v[4], most = _mm256_setzero_ps(), none = most;
         __m256i q[4], sum = _mm256_setzero_si256();
         float lanes[8];
-        int32_t sums[8];
+        uint32_t sums[8]; // unsigned, as what NaN and infinity become adds up to too much
         FLAT for (int j = 0; j < 4; j++) {
             v[j] = _mm256_loadu_ps(x + b * BLOCK + 8 * j);
             most = _mm256_max_ps(most, _mm256_andnot_ps(sign, v[j]));
+            none = _mm256_or_ps(none, _mm256_cmp_ps(v[j], v[j], _CMP_UNORD_Q)); // where it is NaN
         }
         _mm256_storeu_ps(lanes, most);
         for (int i = 1; i < 8; i++) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
         FLAT for (int j = 0; j < 4; j++) {
-            q[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], _mm256_set1_ps(lanes[0] > 0 ? 127 / lanes[0] : 0)));
+            q[j] = _mm256_cvtps_epi32(_mm256_mul_ps(v[j], _mm256_set1_ps(lanes[0] > LEAST ? 127 / lanes[0] : 0)));
             sum = _mm256_add_epi32(sum, q[j]);
         }
         __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
         _mm256_storeu_si256((__m256i *)(to.numbers + b * BLOCK), _mm256_permutevar8x32_epi32(bytes, order));
         _mm256_storeu_si256((__m256i *)sums, sum);
         for (int i = 1; i < 8; i++) sums[0] += sums[i];
-        to.scales[b] = lanes[0] / 127;
-        to.sums[b] = 8 * sums[0];
+        to.scales[b] = _mm256_movemask_ps(none) ? NAN : lanes[0] / 127;
+        to.sums[b] = (int32_t)(8 * sums[0]);
     }
 }
 

@@ -49,8 +49,8 @@ class Int4Model(ABC):
     def reset(self) -> None:
         """Forget everything read."""
         self._ids: list[int] = []
+        self._allocate(FIRST_CAPACITY, kept=0)
         self._capacity = FIRST_CAPACITY
-        self._allocate(self._capacity, kept=0)
 
     def settle(self, ids: Sequence[int]) -> None:  # noqa: B027  # no model has anything to do
         """Nothing to do: what is cached beyond `ids` is written over."""
@@ -62,15 +62,17 @@ class Int4Model(ABC):
     def read(self, ids: Sequence[int], last: int = 1) -> Tensor:
         """Logits that follow each of the last `last` ids of the whole sequence `ids`. [last, vocab_size] fp32.
 
-        Only what the cache lacks is fed.
+        Only what the cache lacks is fed; where a forward has the logits of one row, more rows are as many forwards.
+        Raises `ValueError` unless there are `last` ids, and one at least.
         """
+        if not 0 < last <= len(ids):
+            raise ValueError(f"{len(ids)} ids have no {last} last ones to read")
+        if last > 1 and not self.reads_rows:
+            return torch.cat([self.read(ids[: len(ids) - behind]) for behind in reversed(range(last))])
         ids = list(ids)
         kept = min(common_prefix(self._ids, ids), len(ids) - last)
         self._ids = []  # an interrupted forward leaves the cache empty, not wrong
-        if len(ids) > self._capacity:
-            while self._capacity < len(ids):
-                self._capacity *= 2
-            self._allocate(self._capacity, kept)
+        self._make_room_for(len(ids), kept)
         logits = []
         for start in range(kept, len(ids), self.chunk):
             end = min(start + self.chunk, len(ids))
@@ -82,6 +84,15 @@ class Int4Model(ABC):
             self.timings.add(end - start, seconds)
         self._ids = ids
         return torch.cat(logits)
+
+    def _make_room_for(self, length: int, kept: int) -> None:
+        """See that the cache holds `length` tokens; the first `kept` stay."""
+        capacity = self._capacity
+        while capacity < length:
+            capacity *= 2
+        if capacity > self._capacity:
+            self._allocate(capacity, kept)
+            self._capacity = capacity  # not before: this may fail, or be interrupted
 
     @abstractmethod
     def _forward(self, ids: list[int], start: int, last: int) -> Tensor:
@@ -104,5 +115,6 @@ def check(model: Int4Model, reference: Tensor) -> None:
 
 def reference_reads(model: Any) -> Tensor:
     """Logits [len(REFERENCE_READS), vocab_size] of anything with `read`, behind texts of some lengths."""
-    ids = [(7919 * j + 11) % model.vocab_size for j in range(1, REFERENCE_IDS + 1)]
+    # The same texts, however many of the ids may be chosen.
+    ids = [(7919 * j + 11) % model.vocab_rows for j in range(1, REFERENCE_IDS + 1)]
     return torch.cat([model.read(ids[:length]) for length in REFERENCE_READS]).float()

@@ -19,8 +19,6 @@ from .int4_model import Int4Error, Int4Model
 from .tethered import environment, tether, tethered
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import onnxruntime
 
 PACKAGES = ("onnxruntime", "onnxruntime_genai", "onnx", "onnx_ir")  # the extra `cpu`
@@ -48,11 +46,6 @@ class OnnxModel(Int4Model):
         width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         self._heads, self._width = int(heads), int(width)
         super().__init__(config, **more)
-
-    def read(self, ids: Sequence[int], last: int = 1) -> Tensor:
-        """As `Int4Model.read`; more rows are as many forwards."""
-        read = super().read
-        return torch.cat([read(ids[: len(ids) - behind]) for behind in reversed(range(last))])
 
     def _forward(self, ids: list[int], start: int, last: int) -> Tensor:
         binding, end = self._binding, start + len(ids)

@@ -151,6 +151,8 @@ def load_int4(source: Source, place: Placement) -> Int4Model:
     Raises `Int4Error` where they cannot be made or are not right on this machine.
     """
     engine = engine_of(source.empty.model)
+    if engine is None:  # it has failed since this place was planned
+        raise Int4Error("nothing runs it here")
     folder = int4_folder(engine, source.located.path)
     if (model := kept_int4(source, place, engine, folder)) is not None:
         return model
