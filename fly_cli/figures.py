@@ -59,7 +59,7 @@ def fold(rows: Sequence[Row]) -> dict[str, Any]:
         "num_failed_rows": len(rows) - len(ok),
         **{name: total(ok, name) for name in COUNTS},
         "prefill_s": total(ok, "ttft_s"),
-        "num_timed_rows": len(values(ok, "tpot_ms")),  # the others ended with their first token
+        "num_timed_rows": len(values(ok, "tpot_ms")),  # the others ended with the tokens that came first
         "decode_tps": tokens_per_second(ok, decoding),
         "decode_tps_repeats": over_repeats(ok, decoding),
         "end_to_end_tps": tokens_per_second(ok, whole_run),

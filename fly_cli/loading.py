@@ -101,6 +101,11 @@ def load_model(located: Located, place: Placement, settings: ModelSettings, prog
     return model.eval()
 
 
+def unquantized(place: Placement, empty: Skeleton, dtype: torch.dtype) -> Placement:
+    """The place of a model whose weights are quantised there, before they are."""
+    return replace(place, dtype=dtype, quantize=NONE, weight_bytes=empty.weight_bytes(dtype))
+
+
 def where(place: Placement, settings: ModelSettings) -> dict[str, Any]:
     """What the loader is told about the place of a model."""
     if place.processes > 1:
@@ -125,7 +130,7 @@ def prepare_int8(source: Source, place: Placement) -> Any:
     located, settings, progress = source.located, source.settings, source.progress
     needed = 4 * place.weight_bytes  # as it is stored (16 bits), and its int8 form twice
     require_memory(needed, f"preparing int8 weights of `{place.name}`")
-    model = load_model(located, replace(place, dtype=torch.bfloat16, quantize=NONE), settings, progress)
+    model = load_model(located, unquantized(place, source.empty, torch.bfloat16), settings, progress)
     progress.start(f"preparing int8 weights of {place.name}, once", None)
     try:
         state = quantized_state(model)
@@ -193,7 +198,7 @@ def read_int4(source: Source, place: Placement, engine: Engine, folder: Path) ->
 
 def prepare_int4(source: Source, place: Placement, engine: Engine, folder: Path) -> None:
     """Make and keep the int4 form of a model, with the plain model's logits to check it by. Raises `Int4Error`."""
-    plain = replace(place, dtype=torch.bfloat16, quantize=NONE)
+    plain = unquantized(place, source.empty, torch.bfloat16)
     require_memory(engine.build_bytes * source.empty.num_parameters, f"preparing int4 weights of `{place.name}`")
     model = load_model(source.located, plain, source.settings, source.progress)
     reference = reference_reads(CachedModel(model, name=place.name))

@@ -27,7 +27,7 @@ from .descriptions import locate_description
 from .errors import SettingsError
 from .hub import is_offline
 from .int4_model import Int4Model
-from .loading import Source, load_model, load_placed
+from .loading import Source, load_model, load_placed, unquantized
 from .lowbit import NONE, OWN_INT4, OWN_INT8, form_of
 from .pairing import Outlook, codec_of, examine, translation_of
 from .placement import Placement, choose_dtype
@@ -36,6 +36,7 @@ from .progress import Progress, Silent
 from .requirements import PACKAGE, refuse_other_releases
 from .schedule import CostTable, guess_costs
 from .settings import LOOKUP, ModelSettings, TextSettings
+from .skeleton import skeleton
 from .spelling import Translation
 from .storage import size_text
 from .team import join_team, lost_processes
@@ -262,7 +263,8 @@ def with_assistant(pair: Pair, progress: Progress | None = None) -> Pair:
     place = pair.placements[1]
     located = Located(place.name, pair.draft.path, place.name)
     settings = replace(pair.settings, draft_quantize="none")
-    plain = replace(place, dtype=choose_dtype(settings.dtype, draft_device(place)), quantize=NONE)
+    empty = skeleton(place.name, located.path, trust_remote_code=settings.trust_remote_code)
+    plain = unquantized(place, empty, choose_dtype(settings.dtype, draft_device(place)))
     with quiet_libraries():
         assistant = load_model(located, plain, settings, progress or Silent())
     speed_up_linears(assistant)

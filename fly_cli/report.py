@@ -102,7 +102,7 @@ def notes_on(arm: str, own: Mapping[str, Any], rows: Sequence[Row]) -> Iterable[
     answered = figures.answered(rows)
     if own["num_timed_rows"] < len(answered):
         timed = f"{own['num_timed_rows']} of {len(answered)} answers"
-        yield f"{arm}: the time per token is that of {timed}; the others ended with their first token"
+        yield f"{arm}: the time per token is that of {timed}; the others ended with the tokens that came first"
     for base in (TARGET, EXACT):
         against = own[f"speedup_vs_{base}"]
         if against and against["num_unpaired_prompts"] and arm != base:

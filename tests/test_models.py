@@ -11,7 +11,7 @@ from transformers import Gemma3Config, LlamaForCausalLM
 from fly_cli import loading, panels
 from fly_cli.api import generate
 from fly_cli.errors import ModelError, OutOfMemoryError, PromptError, SettingsError, UnsupportedModelError
-from fly_cli.models import load_pair
+from fly_cli.models import load_pair, with_assistant
 from fly_cli.pairing import end_ids
 from fly_cli.progress import Silent
 from fly_cli.prompts import Prompt
@@ -115,6 +115,21 @@ def test_a_draft_with_weights_that_are_no_numbers_is_refused_by_the_name_of_one(
     with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has values that are NaN or inf"):
         load(tiny_pair_dirs[0], folder, draft_quantize="int8")
     assert not list((tmp_path / "cache").rglob("*.safetensors"))  # nothing is kept
+
+
+def test_what_is_loaded_is_told_with_the_size_that_it_has_there(tiny_pair_dirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(loading, "gigabytes", lambda size: f"{size} bytes")
+    starts = []
+    progress = type("Starts", (Silent,), {"start": lambda self, what, total: starts.append(what)})()
+    target, draft = tiny_pair_dirs
+    pair = load_pair(ModelSettings(target=target, draft=draft, draft_quantize="int8"), progress=progress)
+    with_assistant(pair, progress)
+    name = pair.placements[1].name
+    size = sum(one.nbytes for one in LlamaForCausalLM.from_pretrained(draft, dtype=torch.bfloat16).parameters())
+    told = [what for what in starts if what.startswith(f"loading {name} ") and "int8" not in what]
+    assert told == [f"loading {name} ({size} bytes)"] * 2  # to prepare its int8 form, and as it is
+    assert pair.placements[1].weight_bytes < size
 
 
 def test_int8_weights_are_prepared_once_and_anew_where_they_do_not_fit(tiny_pair_dirs, tmp_path, monkeypatch):

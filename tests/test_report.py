@@ -187,7 +187,7 @@ def test_a_mean_says_of_how_many_answers_it_is():
     summary = summarise(HEADER, rows)
     assert summary["overall"]["fly"]["num_timed_rows"] == 2
     assert summary["overall"]["fly"]["tpot_ms"] == (1000 + 500) / 2
-    note = "fly: the time per token is that of 2 of 3 answers; the others ended with their first token"
+    note = "fly: the time per token is that of 2 of 3 answers; the others ended with the tokens that came first"
     assert summary["notes"] == [note]
     assert summarise(HEADER, [rows[0]])["notes"] == []
 
