@@ -22,7 +22,7 @@ from .storage import default_cache_dir
 K = TypeVar("K")
 INCLUDE = re.compile(rb'^#include "(.+)"', re.MULTILINE)
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-strict-aliasing")
-INSTRUCTIONS = {"AVX2": ("-mavx2", "-mfma", "-mf16c"), "AVX512": ("-mavx2", "-mfma", "-mf16c")}  # by what PyTorch finds
+INSTRUCTIONS = dict.fromkeys(("AVX2", "AVX512"), ("-mavx2", "-mfma", "-mf16c"))  # by what PyTorch finds
 
 
 def working_kernel(

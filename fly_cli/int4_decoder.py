@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,9 +31,9 @@ from .int4_kernel import (
     narrow_room,
     packed_bytes,
 )
-from .int4_model import Int4Error, Int4Model
-from .row_attention import LANES, TILE
-from .storage import HEADROOM_BYTES
+from .int4_model import Int4Error, Int4Model, head_width
+from .row_attention import LANES, attention_room
+from .storage import has_room
 
 FORM = ("int4-2", OUTS, BLOCK)
 BUILD_BYTES = 4  # of memory for each weight while they are packed
@@ -50,11 +49,6 @@ def no_decoder(model: Any) -> str | None:
     if config.hidden_act != "silu" or head_width(config) % LANES or any(size % BLOCK for size in inputs):
         return "its layers are not such that the kernel for int4 weights takes them"
     return None if int4_kernel() else "there is no kernel for int4 weights here (it needs AVX2 and a C compiler)"
-
-
-def head_width(config: Any) -> int:
-    """Numbers of an attention head."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def weight_bytes(model: Any) -> int:
@@ -74,7 +68,7 @@ def build(model: Any, made: Path) -> None:
         raise Int4Error("there is no kernel")
     state = packed_state(model, kernel)
     made.mkdir()
-    if shutil.disk_usage(made).free < sum(one.nbytes for one in state.values()) + HEADROOM_BYTES:
+    if not has_room(made, sum(one.nbytes for one in state.values())):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     try:
         save_file(state, made / WEIGHTS)
@@ -191,7 +185,7 @@ class Int4Decoder(Int4Model):
         return numbers.data_ptr()
 
     def _make_room(self) -> None:
-        """What forwards work in."""
+        """What forwards work in, but for what attention takes, which grows with the text."""
         shapes = self._shapes()
         (_, hidden), (_, queries) = shapes["qkv"], shapes["o"]
         self._input = narrow_room(ROWS, max(inputs for _, inputs in shapes.values()))
@@ -203,6 +197,8 @@ class Int4Decoder(Int4Model):
             "attended": empty(ROWS, queries, dtype=torch.bfloat16),
             "spans": empty(ROWS, 2, dtype=torch.int64),
         }
+        places = {name: one.data_ptr() for name, one in self._room.items()}
+        self._workspace = Workspace(**places, input=narrow(self._input))
 
     def _allocate(self, capacity: int, kept: int) -> None:
         """Make a cache [layers, 2, capacity, key heads, head width] and what positions turn heads by."""
@@ -224,10 +220,9 @@ class Int4Decoder(Int4Model):
             raise IndexError(f"no room for {len(ids)} tokens behind {start}")
         config, width = self._config, head_width(self._config)
         group = config.num_attention_heads // config.num_key_value_heads
-        room = group * (2 * width + start + len(ids) + TILE) + TILE * width  # that attention takes
+        room = attention_room(group, start + len(ids), width, width)
         attention = empty(torch.get_num_threads() * room)
-        places = {name: one.data_ptr() for name, one in self._room.items()}
-        workspace = Workspace(**places, attention=attention.data_ptr(), room=room, input=narrow(self._input))
+        self._workspace.attention, self._workspace.room = attention.data_ptr(), room
         logits = empty(last, self.vocab_rows)
-        self._kernel.forward(self._decoder, workspace, ids, start, self._cache, self._turns, logits)
+        self._kernel.forward(self._decoder, self._workspace, ids, start, self._cache, self._turns, logits)
         return logits

@@ -26,6 +26,11 @@ class Int4Error(Exception):
     """The int4 form cannot be made, or is not right."""
 
 
+def head_width(config: Any) -> int:
+    """Numbers of an attention head."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 class Int4Model(ABC):
     """A model that remembers what it has read. `read` is all there is to know about it.
 

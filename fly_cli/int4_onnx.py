@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .int4_model import Int4Error, Int4Model
+from .int4_model import Int4Error, Int4Model, head_width
 from .tethered import environment, tether, tethered
 
 if TYPE_CHECKING:
@@ -38,13 +38,11 @@ class OnnxModel(Int4Model):
     reads_rows = False
 
     def __init__(self, session: onnxruntime.InferenceSession, config: Any, **more: Any):
-        text = config.get_text_config(decoder=True)
         self.session = session
         self._inputs = {one.name for one in session.get_inputs()}
         self._states = sorted(name for name in self._inputs if name.startswith("past_key_values."))
-        heads = next(one.shape[1] for one in session.get_inputs() if one.name in self._states)
-        width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        self._heads, self._width = int(heads), int(width)
+        self._heads = int(next(one.shape[1] for one in session.get_inputs() if one.name in self._states))
+        self._width = head_width(config.get_text_config(decoder=True))
         super().__init__(config, **more)
 
     def _forward(self, ids: list[int], start: int, last: int) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +21,7 @@ from .bf16_gemm import PANEL, STEP, Gemm, bf16_gemm, packed_length
 from .errors import is_out_of_memory
 from .files import remove_leftovers, written_whole
 from .progress import Progress
-from .storage import HEADROOM_BYTES, default_cache_dir, exclusive, prepared_name, size_text
+from .storage import default_cache_dir, exclusive, has_room, prepared_name, size_text
 
 FORMAT = "1"
 KEPT_FROM = 100_000_000  # bytes; fewer are in order before a file is found
@@ -93,7 +92,7 @@ def write_panels(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm, name: 
     """Write the panels of all layers, in the place of what earlier weights of this folder had. Raises `OSError`."""
     size = file_size(layers)
     remove_leftovers(file.parent)
-    if shutil.disk_usage(file.parent).free < 2 * size + HEADROOM_BYTES:  # as much again stays free
+    if not has_room(file.parent, 2 * size):  # as much again stays free
         raise OSError(f"that takes {size_text(size)}, and the disk has too little room")
     progress.start(f"preparing {name} for this CPU, once", size)
     try:

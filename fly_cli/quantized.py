@@ -7,7 +7,6 @@ while running, and everything between the linear layers is fp32.
 
 from __future__ import annotations
 
-import os
 import warnings
 from functools import cache
 from pathlib import Path
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from .files import written_whole
-from .storage import HEADROOM_BYTES, default_cache_dir, prepared_name
+from .storage import default_cache_dir, has_room, prepared_name
 
 LEAST_SHARE = 0.8  # of the weights outside the embeddings that must be in linear layers for int8 to pay
 LARGEST_ERROR = 0.05  # of the self-test's result, relative; 8-bit rounding makes 0.01
@@ -190,9 +189,7 @@ def keep_prepared(file: Path, state: dict[str, Tensor]) -> bool:
     """Put the tensors on disk, whole or not at all. False where they cannot be kept."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        disk = os.statvfs(file.parent) if hasattr(os, "statvfs") else None
-        needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values()) + HEADROOM_BYTES
-        if disk is not None and disk.f_bavail * disk.f_frsize < needed:
+        if not has_room(file.parent, sum(tensor.nbytes for tensor in state.values())):
             return False
         with written_whole(file) as unfinished:
             save_file(state, unfinished, metadata={"format": FORMAT})

@@ -42,6 +42,11 @@ def rows_of(x: Tensor) -> RowsOf:
     return RowsOf(x.data_ptr(), rows_apart, heads_apart, x.shape[-1])
 
 
+def attention_room(group: int, keys: int, width: int, value_width: int) -> int:
+    """fp32 numbers that a thread of `attend` works in, over `keys` keys that a group of heads shares."""
+    return group * (width + value_width + keys + TILE) + TILE * max(width, value_width)
+
+
 @dataclass(frozen=True)
 class RowAttention:
     """The function of the compiled library, on tensors."""
@@ -56,7 +61,7 @@ class RowAttention:
         query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         (_, heads, rows, width), (_, key_heads, keys, _) = query.shape, key.shape
         group, threads, value_width = heads // key_heads, torch.get_num_threads(), value.shape[-1]
-        room = group * (width + value_width + keys + TILE) + TILE * max(width, value_width)
+        room = attention_room(group, keys, width, value_width)
         scratch = torch.empty(threads * room, dtype=torch.float32, device="cpu")
         output = query.new_empty(1, rows, heads, value_width)
         places = (ctypes.byref(rows_of(x)) for x in (query, key, value))

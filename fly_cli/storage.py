@@ -44,12 +44,17 @@ def require_disk(folder: Path, needed: int, doing: str) -> None:
     place = folder
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
-    if free < needed + HEADROOM_BYTES:
+    if not has_room(place, needed):
+        free = shutil.disk_usage(place).free
         raise DownloadError(
             f"{doing} needs {size_text(needed)} of disk in `{folder}`, and {size_text(free)} are free",
             hint="free some space, or set FLY_CACHE (HF_HOME for models of the hub) to a folder on a larger disk",
         )
+
+
+def has_room(folder: Path, needed: int) -> bool:
+    """Whether `needed` bytes fit on the disk of a folder that exists, and some stay free. Raises `OSError`."""
+    return shutil.disk_usage(folder).free >= needed + HEADROOM_BYTES
 
 
 def require_memory(needed: int, doing: str) -> None:

@@ -302,7 +302,7 @@ def test_a_builder_that_fails_leaves_no_half_made_model(tmp_path):
 def test_a_full_disk_leaves_nothing_behind_and_is_not_the_models_fault(tmp_path, monkeypatch):
     need("kernel")
     full = shutil.disk_usage(tmp_path)._replace(free=1000)
-    monkeypatch.setattr(int4_decoder.shutil, "disk_usage", lambda _: full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     with pytest.raises(OSError) as caught:
         build(KERNEL, AutoModelForCausalLM.from_config(TIED), tmp_path / "int4" / "x", torch.zeros(3, 384))
     assert caught.value.errno == errno.ENOSPC
