@@ -22,15 +22,19 @@ from .storage import default_cache_dir
 K = TypeVar("K")
 INCLUDE = re.compile(rb'^#include "(.+)"', re.MULTILINE)
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-strict-aliasing")
-INSTRUCTIONS = dict.fromkeys(("AVX2", "AVX512"), ("-mavx2", "-mfma", "-mf16c"))  # by what PyTorch finds
+AVX2 = ("-mavx2", "-mfma", "-mf16c")
+AVX512_BF16 = (*AVX2, "-mavx512f", "-mavx512bf16")
 
 
 def working_kernel(
-    source: Path, constants: Mapping[str, int], load: Callable[[Path], K], is_right: Callable[[K], bool]
+    source: Path,
+    constants: Mapping[str, int],
+    load: Callable[[Path], K],
+    is_right: Callable[[K], bool],
+    instructions: tuple[str, ...] = AVX2,
 ) -> K | None:
     """What `load` makes of the compiled library; None where it cannot be had or fails its self-test."""
-    instructions = INSTRUCTIONS.get(torch.backends.cpu.get_cpu_capability())
-    if instructions is None or platform.machine() not in ("x86_64", "AMD64"):
+    if not cpu_has(instructions):
         return None
     try:
         for _ in range(2):  # a file that was damaged is made again
@@ -42,6 +46,14 @@ def working_kernel(
     except (OSError, subprocess.SubprocessError):
         pass
     return None
+
+
+def cpu_has(instructions: tuple[str, ...]) -> bool:
+    """Whether this CPU has `AVX2` or `AVX512_BF16`, and PyTorch may use them."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
+        return False
+    return instructions == AVX2 or (capability == "AVX512" and torch.cpu._is_avx512_bf16_supported())
 
 
 def compiled(

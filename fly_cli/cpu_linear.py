@@ -1,13 +1,16 @@
 """Faster 16-bit linear layers on CPUs.
 
-Where the CPU multiplies 16-bit numbers, oneDNN brings the weights into the order of its kernels in every call. Keeping
-them in that order takes 1.4 times less for one row and 2 times less for 8 to 16 (measured on AVX-512), and the results
-are the same.
+bf16 weights go to a kernel of ours where there is one (`panels`). With AVX-512 and bf16 it takes 1.1 to 1.4 times less
+than oneDNN's best for up to 8 rows, and for hundreds 1.05 times more; with AVX-512 alone 2 to 3 times less from 4 rows
+on. Elsewhere it depends on the CPU.
+
+Where it multiplies 16-bit numbers, oneDNN brings the weights into the order of its kernels in every call. Keeping them
+in that order takes 1.4 times less for one row and 2 times less for 8 to 16 (measured on AVX-512), and the results are
+the same.
 
 Where it does not, PyTorch's kernel costs the same again for every row, so checking 16 tokens takes 10 times as long as
-one, and speculation cannot pay. bf16 weights go to a kernel of ours (`panels`). Without it, and for fp16, many rows are
-multiplied with weights that are widened to fp32 piece by piece, each piece small enough to stay in the cache: that
-takes a fixed time and then runs at fp32 speed.
+one, and speculation cannot pay. Many rows are multiplied with weights that are widened to fp32 piece by piece, each
+piece small enough to stay in the cache: that takes a fixed time and then runs at fp32 speed.
 Products and sums are fp32 in all ways, so the results differ by rounding alone.
 """
 
@@ -101,16 +104,15 @@ def speed_up_linears(model: nn.Module, folder: Path | None = None, *, whole_weig
     model's own code may look at.
     """
     layers = plain_linears(model)
-    if cpu_multiplies_16_bit():
-        return pack(model, layers) if packing_works() and not whole_weights else 0
     in_panels = 0 if whole_weights else use_panels(model, layers, folder)
+    if cpu_multiplies_16_bit():
+        return in_panels + (pack(model, layers) if not whole_weights and packing_works() else 0)
     return in_panels + widen(list(layers.values()))
 
 
 def keep_fast_linears(model: nn.Module, folder: Path, name: str, progress: Progress) -> None:
     """Put on disk what `speed_up_linears` would otherwise make in each run for the model of a folder."""
-    if not cpu_multiplies_16_bit():
-        keep_panels(plain_linears(model), folder, name, progress)
+    keep_panels(plain_linears(model), folder, name, progress)
 
 
 def plain_linears(model: nn.Module) -> dict[str, nn.Linear]:

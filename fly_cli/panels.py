@@ -17,7 +17,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from .bf16_gemm import PANEL, STEP, Gemm, bf16_gemm, packed_length
+from .bf16_gemm import STEP, Gemm, bf16_gemm
 from .errors import is_out_of_memory
 from .files import remove_leftovers, written_whole
 from .progress import Progress
@@ -70,15 +70,15 @@ def use_panels(model: nn.Module, layers: dict[str, nn.Linear], folder: Path | No
 def keep_panels(layers: Mapping[str, nn.Linear], folder: Path, name: str, progress: Progress) -> None:
     """Put a model's panels on disk if it is a large one, they are not there, and there is room. Notes what fails."""
     fit = fitting(layers)
-    gemm = bf16_gemm() if file_size(fit) >= KEPT_FROM else None
-    if gemm is None:
+    gemm = bf16_gemm() if fit else None
+    if gemm is None or file_size(fit, gemm) < KEPT_FROM:
         return
     try:
-        file = panels_file(folder, fit)
-        if not has_size(file, fit):
+        file = panels_file(folder, fit, gemm)
+        if not has_size(file, fit, gemm):
             file.parent.mkdir(parents=True, exist_ok=True)
             with exclusive(file.parent / "lock", f"the weights of {name}", progress):
-                if not has_size(file, fit):  # another process may have been faster
+                if not has_size(file, fit, gemm):  # another process may have been faster
                     write_panels(file, fit, gemm, name, progress)
     except (OSError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and not is_out_of_memory(error):
@@ -90,7 +90,7 @@ def keep_panels(layers: Mapping[str, nn.Linear], folder: Path, name: str, progre
 
 def write_panels(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm, name: str, progress: Progress) -> None:
     """Write the panels of all layers, in the place of what earlier weights of this folder had. Raises `OSError`."""
-    size = file_size(layers)
+    size = file_size(layers, gemm)
     remove_leftovers(file.parent)
     if not has_room(file.parent, 2 * size):  # as much again stays free
         raise OSError(f"that takes {size_text(size)}, and the disk has too little room")
@@ -118,23 +118,23 @@ def fitting(layers: Mapping[str, nn.Linear]) -> dict[str, nn.Linear]:
     }
 
 
-def lengths(layers: Mapping[str, nn.Linear]) -> list[int]:
+def lengths(layers: Mapping[str, nn.Linear], gemm: Gemm) -> list[int]:
     """How many numbers the panels of each layer have."""
-    return [packed_length(layer.out_features, layer.in_features) for layer in layers.values()]
+    return [gemm.packed_length(layer.out_features, layer.in_features) for layer in layers.values()]
 
 
-def file_size(layers: Mapping[str, nn.Linear]) -> int:
-    return ITEM * sum(lengths(layers))
+def file_size(layers: Mapping[str, nn.Linear], gemm: Gemm) -> int:
+    return ITEM * sum(lengths(layers, gemm))
 
 
-def has_size(file: Path, layers: Mapping[str, nn.Linear]) -> bool:
-    return file.is_file() and file.stat().st_size == file_size(layers)
+def has_size(file: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> bool:
+    return file.is_file() and file.stat().st_size == file_size(layers, gemm)
 
 
-def panels_file(folder: Path, layers: Mapping[str, nn.Linear]) -> Path:
+def panels_file(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> Path:
     """Where the panels of a model folder are kept: layer after layer, without anything between. Raises `OSError`."""
     shapes = [(name, *layer.weight.shape) for name, layer in layers.items()]
-    key = prepared_name(folder, FORMAT, PANEL, transformers.__version__, shapes)
+    key = prepared_name(folder, FORMAT, gemm.form.panel, transformers.__version__, shapes)
     place = hashlib.sha256(str(folder.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return default_cache_dir() / "panels" / f"{folder.name}-{place}" / f"{key[-12:]}.bin"
 
@@ -144,10 +144,10 @@ def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[st
 
     Some panels of each layer are compared: a file whose weights are others goes.
     """
-    sizes = lengths(layers)
+    sizes = lengths(layers, gemm)
     try:
-        file = panels_file(folder, layers)
-        if not has_size(file, layers):
+        file = panels_file(folder, layers, gemm)
+        if not has_size(file, layers, gemm):
             return None
         everything = torch.from_file(str(file), shared=False, size=sum(sizes), dtype=torch.bfloat16)
     except (OSError, RuntimeError):
@@ -162,9 +162,10 @@ def mapped(folder: Path, layers: Mapping[str, nn.Linear], gemm: Gemm) -> dict[st
 
 def is_of(packed: Tensor, layer: nn.Linear, gemm: Gemm) -> bool:
     """Whether the first, the middle and the last panel are those of the layer's weight."""
-    last, length = (layer.out_features - 1) // PANEL, PANEL * layer.in_features
+    height = gemm.form.panel
+    last, length = (layer.out_features - 1) // height, height * layer.in_features
     for panel in {0, last // 2, last}:
-        own = gemm.pack(layer.weight.detach()[panel * PANEL : (panel + 1) * PANEL])
+        own = gemm.pack(layer.weight.detach()[panel * height : (panel + 1) * height])
         kept = packed[panel * length : (panel + 1) * length]
         if not torch.equal(own.view(torch.int16), kept.view(torch.int16)):
             return False

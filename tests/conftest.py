@@ -53,24 +53,25 @@ def tiny_pair_dirs(tmp_path_factory):
 @pytest.fixture(scope="session")
 def compiled_kernel(tmp_path_factory):
     """Compiles a C source with constants and loads it."""
-    import torch
+    from fly_cli.c_kernels import AVX2, compiled, cpu_has
 
-    from fly_cli.c_kernels import INSTRUCTIONS, compiled
-
-    if shutil.which("cc") is None or torch.backends.cpu.get_cpu_capability() not in INSTRUCTIONS:
-        pytest.skip("needs a C compiler and AVX2")
     folder = tmp_path_factory.mktemp("kernels")
-    return lambda source, constants, load: load(compiled(source, constants, INSTRUCTIONS["AVX2"], folder))
+
+    def make(source, constants, load, instructions=AVX2):
+        if shutil.which("cc") is None or not cpu_has(instructions):
+            pytest.skip(f"needs a C compiler and {' '.join(instructions)}")
+        return load(compiled(source, constants, instructions, folder))
+
+    return make
 
 
 @pytest.fixture
 def panels_folder(tmp_path, monkeypatch):
-    """Where panels of models of any size are kept, on a CPU without 16-bit products."""
-    from fly_cli import cpu_linear, panels
+    """Where panels of models of any size are kept."""
+    from fly_cli import panels
 
     if panels.bf16_gemm() is None:
-        pytest.skip("needs a C compiler and AVX2")
-    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
+        pytest.skip("needs a C compiler and AVX2, and no AMX")
     monkeypatch.setattr(panels, "KEPT_FROM", 1)
     monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "panels"

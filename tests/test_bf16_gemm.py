@@ -3,12 +3,15 @@
 import pytest
 import torch
 
-from fly_cli.bf16_gemm import AT_ONCE, CONSTANTS, PANEL, SOURCE, is_right, load
+from fly_cli import bf16_gemm, c_kernels
+from fly_cli.bf16_gemm import AT_ONCE, FORMS, SOURCE, is_right, load
+from fly_cli.c_kernels import AVX2, AVX512_BF16
 
 
-@pytest.fixture(scope="module")
-def gemm(compiled_kernel):
-    return compiled_kernel(SOURCE, CONSTANTS, load)
+@pytest.fixture(scope="module", params=FORMS, ids=lambda form: form.instructions[-1])
+def gemm(compiled_kernel, request):
+    form = request.param
+    return compiled_kernel(SOURCE, form.constants, lambda library: load(library, form), form.instructions)
 
 
 def product(gemm, input, weight, bias=None):
@@ -16,20 +19,20 @@ def product(gemm, input, weight, bias=None):
 
 
 @pytest.mark.parametrize("width", [4, 80, 132, 1536])
-@pytest.mark.parametrize("height", [1, 7, 8, PANEL - 1, PANEL, 46, 5 * PANEL, 9 * PANEL + 1])
+@pytest.mark.parametrize("height", [1, 7, 8, 23, 24, 46, 47, 48, 5 * 48, 9 * 48 + 1])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_products_are_those_of_fp32_rounded(gemm, width, height, threads, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     torch.manual_seed(width)
     weight, bias = torch.randn(height, width).bfloat16(), torch.randn(height)
-    for rows in (1, 2, 3, 4, 5, 6, 7, 9, 32, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE + 6):
+    for rows in (*range(1, 10), 32, AT_ONCE, AT_ONCE + 1, 2 * AT_ONCE + 6):
         input = torch.randn(rows, width).bfloat16()
         right = input.double() @ weight.double().T + bias
         assert ((product(gemm, input, weight, bias) - right).abs() <= right.abs() / 256 + 1e-4).all()
 
 
 def test_sums_of_many_inputs_are_rounded_once(gemm):
-    weight, input = torch.full((PANEL, 4096), 2.0**-8).bfloat16(), torch.ones(3, 4096).bfloat16()
+    weight, input = torch.full((48, 4096), 2.0**-8).bfloat16(), torch.ones(3, 4096).bfloat16()
     assert (product(gemm, input, weight) == 16).all()  # in bf16 the sum would stop at 1 or 2
 
 
@@ -41,7 +44,7 @@ def test_results_are_rounded_as_pytorch_rounds(gemm):
 
 def test_a_row_has_the_same_value_alone_and_in_a_block(gemm):
     torch.manual_seed(0)
-    weight, input = torch.randn(9 * PANEL + 5, 1536).bfloat16(), torch.randn(AT_ONCE + 9, 1536).bfloat16()
+    weight, input = torch.randn(9 * 48 + 5, 1536).bfloat16(), torch.randn(AT_ONCE + 9, 1536).bfloat16()
     block = product(gemm, input, weight)
     for rows in (*range(1, 18), AT_ONCE, AT_ONCE + 1):
         assert torch.equal(product(gemm, input[:rows], weight), block[:rows])
@@ -80,7 +83,7 @@ class Wrong:
     """A kernel whose results are off by a factor."""
 
     def __init__(self, gemm, factor):
-        self.pack, self.gemm, self.factor = gemm.pack, gemm, factor
+        self.pack, self.form, self.gemm, self.factor = gemm.pack, gemm.form, gemm, factor
 
     def multiply(self, *given):
         return self.gemm.multiply(*given) * self.factor
@@ -90,3 +93,23 @@ def test_a_wrong_kernel_is_found_out(gemm):
     assert is_right(gemm)
     assert not is_right(Wrong(gemm, 1.02))
     assert not is_right(Wrong(gemm, float("nan")))
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "amx", "instructions"),
+    [
+        ("AVX2", False, False, AVX2),
+        ("AVX512", False, False, AVX2),
+        ("AVX512", True, False, AVX512_BF16),
+        ("AVX2", True, False, AVX2),  # as `ATEN_CPU_CAPABILITY` asks for
+        ("AVX512", True, True, None),
+        ("NO AVX", False, False, None),
+    ],
+)
+def test_a_cpu_gets_the_kernel_for_its_instructions(monkeypatch, capability, bf16, amx, instructions):
+    monkeypatch.setattr(c_kernels.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(bf16_gemm, "working_kernel", lambda *given: given[-1])
+    assert bf16_gemm.bf16_gemm.__wrapped__() == instructions

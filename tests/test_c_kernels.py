@@ -6,17 +6,23 @@ import pytest
 import torch
 
 from fly_cli import bf16_gemm, c_kernels, int4_kernel, row_attention
-from fly_cli.c_kernels import INSTRUCTIONS, compiled
+from fly_cli.c_kernels import AVX2, compiled
 
 KERNELS = {"gemm": bf16_gemm.bf16_gemm, "attention": row_attention.row_attention, "int4": int4_kernel.int4_kernel}
 MODULES = {"gemm": bf16_gemm, "attention": row_attention, "int4": int4_kernel}
-SOURCES = {name: (module.SOURCE, module.CONSTANTS) for name, module in MODULES.items()}
+CONSTANTS = {
+    "gemm": bf16_gemm.FORMS[-1].constants,
+    "attention": row_attention.CONSTANTS,
+    "int4": int4_kernel.CONSTANTS,
+}
+SOURCES = {name: (module.SOURCE, CONSTANTS[name]) for name, module in MODULES.items()}
 
 
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """A machine with AVX2 and a cache of its own, on which no kernel was asked for yet."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
     monkeypatch.setenv("FLY_CACHE", str(tmp_path / "cache"))
     for kernel in KERNELS.values():
         kernel.cache_clear()
@@ -57,7 +63,7 @@ def test_where_the_chosen_compiler_fails_gcc_is_tried(monkeypatch, name):
 @pytest.mark.usefixtures("compiles")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_library_that_was_damaged_is_made_again(name):
-    library = compiled(*SOURCES[name], INSTRUCTIONS["AVX2"])
+    library = compiled(*SOURCES[name], AVX2)
     size = library.stat().st_size
     library.write_bytes(b"")
     assert KERNELS[name]() is not None
@@ -69,8 +75,8 @@ def test_a_library_that_was_damaged_is_made_again(name):
 def test_a_library_without_the_functions_is_not_kept(tmp_path, name):
     other = tmp_path / "other.c"
     other.write_text("int other(void) { return 1; }")
-    library = compiled(*SOURCES[name], INSTRUCTIONS["AVX2"])
-    shutil.copy(compiled(other, {}, INSTRUCTIONS["AVX2"]), library)
+    library = compiled(*SOURCES[name], AVX2)
+    shutil.copy(compiled(other, {}, AVX2), library)
     assert KERNELS[name]() is None  # a process loads a name once: the next one gets a new library
     assert not library.exists()
 
@@ -91,7 +97,7 @@ def test_a_library_is_compiled_once_and_anew_when_its_source_or_header_changes(t
     header.write_text("// old")
 
     def library(one=1):
-        return compiled(source, {"ONE": one}, INSTRUCTIONS["AVX2"])
+        return compiled(source, {"ONE": one}, AVX2)
 
     first = library()
     assert library() == first and len(commands) == 2  # to compile, to link

@@ -63,13 +63,14 @@ def test_layers_that_are_wide_hooked_or_of_another_class_stay_as_they_are(monkey
     assert [type(layer) for layer in model] == [nn.Linear, Quantised, nn.Linear, WideningLinear]
 
 
-# --- a CPU with 16-bit products: packed weights
+# --- a CPU with 16-bit products and no kernel of ours: packed weights
 
 
 @pytest.fixture
 def cpu_with_16_bit_products(monkeypatch):
     if not packing_works():
         pytest.skip("this build or CPU has no packed bf16 kernel")
+    monkeypatch.setattr(panels, "bf16_gemm", lambda: None)
     monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: True)
 
 
@@ -113,6 +114,7 @@ def test_only_plain_bf16_layers_are_packed():
 
 
 def test_a_wrong_packed_kernel_is_not_used(monkeypatch):
+    monkeypatch.setattr(panels, "bf16_gemm", lambda: None)
     monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: True)
     for wrong in (0.0, float("nan")):
         full = torch.full((1, 1, 48), wrong)

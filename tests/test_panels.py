@@ -10,9 +10,9 @@ from models_for_tests import tiny_llama
 from torch import nn
 
 from fly_cli import cpu_linear, panels
-from fly_cli.bf16_gemm import Gemm
+from fly_cli.bf16_gemm import FORMS, Gemm, bf16_gemm
 from fly_cli.cached_model import CachedModel
-from fly_cli.cpu_linear import WideningLinear, keep_fast_linears, speed_up_linears
+from fly_cli.cpu_linear import PackedLinear, WideningLinear, keep_fast_linears, speed_up_linears
 from fly_cli.files import realm
 from fly_cli.panels import PanelLinear
 from fly_cli.progress import Silent
@@ -119,12 +119,12 @@ def test_a_file_that_is_right_at_its_beginning_alone_is_not_used(folder, tmp_pat
     assert keep(folder).started
 
 
-@pytest.mark.parametrize("constant", ["PANEL", "FORMAT"])
-def test_another_order_has_another_file(folder, monkeypatch, constant):
-    layers = cpu_linear.plain_linears(model())
-    before = panels.panels_file(folder, layers)
-    monkeypatch.setattr(panels, constant, 48 if constant == "PANEL" else "2")
-    assert panels.panels_file(folder, layers) != before
+def test_another_order_has_another_file(folder, monkeypatch):
+    layers, gemm = cpu_linear.plain_linears(model()), bf16_gemm()
+    files = [panels.panels_file(folder, layers, Gemm(gemm.library, form)) for form in FORMS]
+    monkeypatch.setattr(panels, "FORMAT", "2")
+    files.append(panels.panels_file(folder, layers, gemm))
+    assert len(set(files)) == 3
 
 
 def test_layers_are_replaced_one_by_one(monkeypatch):
@@ -195,16 +195,22 @@ def test_memory_that_runs_out_while_panels_are_kept_is_a_note(folder, monkeypatc
     assert "can't allocate memory" in note
 
 
-def test_with_whole_weights_every_layer_has_its_weight():
+def test_with_whole_weights_every_layer_has_its_weight(monkeypatch):
+    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: False)
     shown = model().requires_grad_(False)
     assert speed_up_linears(shown, whole_weights=True) == 2 * 7 + 1
     assert isinstance(shown.lm_head, WideningLinear) and shown.lm_head.weight.shape == (384, 32)
 
 
-def test_layers_that_the_kernel_cannot_multiply_are_widened():
+@pytest.mark.parametrize("multiplies", [True, False])
+def test_layers_that_the_kernel_cannot_multiply_go_the_way_of_a_machine_without_it(monkeypatch, multiplies):
+    if multiplies and not cpu_linear.packing_works():
+        pytest.skip("this build or CPU has no packed bf16 kernel")
+    monkeypatch.setattr(cpu_linear, "cpu_multiplies_16_bit", lambda: multiplies)
     layers = nn.Sequential(nn.Linear(6, 4).bfloat16(), nn.Linear(4, 4).half(), nn.Linear(4, 4).bfloat16())
-    assert speed_up_linears(layers.requires_grad_(False)) == 3
-    assert [type(layer) for layer in layers] == [WideningLinear, WideningLinear, PanelLinear]
+    assert speed_up_linears(layers.requires_grad_(False)) == (2 if multiplies else 3)
+    others = [PackedLinear, nn.Linear] if multiplies else [WideningLinear, WideningLinear]
+    assert [type(layer) for layer in layers] == [*others, PanelLinear]
 
 
 def test_an_input_of_another_dtype_is_refused_as_pytorch_refuses_it():
