@@ -5,8 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from fly_cli import DecodeSettings, ModelSettings, Origin, generate, load_pair
+from fly_cli.bf16_gemm import bf16_gemm
+from fly_cli.row_attention import row_attention
+from fly_cli.settings import LOOKUP
 
 pytestmark = pytest.mark.pair
 PROMPTS = [
@@ -24,6 +28,18 @@ def test_the_command_prints_the_answer_and_nothing_else_to_stdout():
     answer = json.loads(done.stdout)
     assert answer["text"]
     assert answer["num_new_tokens"] <= 6
+
+
+def test_in_bf16_a_row_of_a_block_has_bit_for_bit_the_logits_that_it_has_alone():
+    if bf16_gemm() is None or row_attention() is None:
+        pytest.skip("needs our kernels")
+    target = load_pair(ModelSettings(draft=LOOKUP, device_map="cpu")).target
+    ids = list(range(1000, 1080))
+    block = target.read(ids, last=17)
+    target.reset()
+    target.read(ids[:64])
+    alone = torch.cat([target.read(ids[: 64 + row]) for row in range(1, 17)])
+    assert torch.equal(block[1:], alone)
 
 
 @pytest.fixture(scope="module")
