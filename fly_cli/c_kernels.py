@@ -24,6 +24,7 @@ INCLUDE = re.compile(rb'^#include "(.+)"', re.MULTILINE)
 FLAGS = ("-O3", "-fPIC", "-fopenmp", "-fno-strict-aliasing")
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512_BF16 = (*AVX2, "-mavx512f", "-mavx512bf16")
+AVX512_VNNI = (*AVX2, "-mavx512f", "-mavx512vl", "-mavx512vnni")
 
 
 def working_kernel(
@@ -49,11 +50,14 @@ def working_kernel(
 
 
 def cpu_has(instructions: tuple[str, ...]) -> bool:
-    """Whether this CPU has `AVX2` or `AVX512_BF16`, and PyTorch may use them."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    if platform.machine() not in ("x86_64", "AMD64") or capability not in ("AVX2", "AVX512"):
+    """Whether this CPU has `AVX2`, `AVX512_BF16` or `AVX512_VNNI`, and PyTorch may use them."""
+    if platform.machine() not in ("x86_64", "AMD64"):
         return False
-    return instructions == AVX2 or (capability == "AVX512" and torch.cpu._is_avx512_bf16_supported())
+    capability = torch.backends.cpu.get_cpu_capability()
+    if instructions == AVX2:
+        return capability in ("AVX2", "AVX512")
+    has = torch.cpu._is_avx512_bf16_supported if instructions == AVX512_BF16 else torch.cpu._is_vnni_supported
+    return capability == "AVX512" and has()
 
 
 def compiled(
@@ -79,6 +83,11 @@ def whole_text(source: Path) -> bytes:
     """A source and all that it includes from its own folder."""
     text = source.read_bytes()
     return text + b"".join(whole_text(source.with_name(name.decode())) for name in INCLUDE.findall(text))
+
+
+def digest_of_sources() -> str:
+    """Of all kernels: what they took before one was changed says nothing of later ones."""
+    return hashlib.sha256(b"".join(map(whole_text, sorted(Path(__file__).parent.glob("*.c"))))).hexdigest()
 
 
 def compile_with(compiler: str, source: Path, flags: tuple[str, ...], library: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from .c_kernels import digest_of_sources
 from .cached_model import DraftModel
 from .files import written_whole
 from .json_text import read_json
@@ -96,8 +97,9 @@ def without_outliers(known: Mapping[int, float]) -> dict[int, float]:
 
 
 def costs_file(placements: Sequence[Placement], cache_dir: Path | None) -> Path:
-    """Where the table is kept: a name for machine, library, models and places."""
+    """Where the table is kept: a name for machine, libraries, kernels, models and places."""
     machine = [platform.machine(), platform.processor(), os.cpu_count(), torch.get_num_threads(), torch.__version__]
+    machine += [torch.backends.cpu.get_cpu_capability(), digest_of_sources()]
     if torch.cuda.is_available():
         machine.append(torch.cuda.get_device_name())
     key = json.dumps([machine, [place.describe() for place in placements]])

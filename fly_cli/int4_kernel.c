@@ -1,4 +1,5 @@
-// The forward of a plain decoder (Llama, Mistral, Qwen) with int4 weights, for CPUs with AVX2.
+// The forward of a plain decoder (Llama, Mistral, Qwen) with int4 weights, for CPUs with AVX2, and faster for many rows
+// on those with AVX-512 and VNNI; the results are the same.
 //
 // Each BLOCK inputs of a weight's row share a scale; inputs are quantised to 8 bits, BLOCK by BLOCK, while running.
 // Eight outputs are the lanes of a vector and lie together in a panel, which is read as one stream: for a row or two
@@ -86,31 +87,48 @@ static inline __m256i four(const int8_t *x) {
     return _mm256_set1_epi32(bytes);
 }
 
-// y[r][o] = the products of ROWS rows x with a panel w. A block's sums fit into 16 bits: 16 x 15 x 127 = 30480.
+// A block's sums of nibbles and numbers. Without VNNI they fit into 16 bits: 16 x 15 x 127 = 30480.
+#ifdef __AVX512VNNI__
+typedef struct {
+    __m256i low, high;
+} block_sum; // two, as one would wait for itself
+static inline block_sum no_sum(void) { return (block_sum){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline block_sum plus(block_sum sum, __m256i low, __m256i high, const int8_t *x) {
+    return (block_sum){_mm256_dpbusd_epi32(sum.low, low, four(x)),
+                       _mm256_dpbusd_epi32(sum.high, high, four(x + BLOCK / 2))};
+}
+static inline __m256i in_32_bits(block_sum sum) { return _mm256_add_epi32(sum.low, sum.high); }
+#else
+typedef __m256i block_sum;
+static inline block_sum no_sum(void) { return _mm256_setzero_si256(); }
+static inline block_sum plus(block_sum sum, __m256i low, __m256i high, const int8_t *x) {
+    return _mm256_add_epi16(sum, _mm256_add_epi16(_mm256_maddubs_epi16(low, four(x)),
+                                                  _mm256_maddubs_epi16(high, four(x + BLOCK / 2))));
+}
+static inline __m256i in_32_bits(block_sum sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+#endif
+
+// y[r][o] = the products of ROWS rows x with a panel w.
 #define TILE_OF(ROWS)                                                                                                \
     static void tile##ROWS(narrow x, int64_t n, const uint8_t *w, float *y) {                                        \
-        const __m256i nibble = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);                                    \
+        const __m256i nibble = _mm256_set1_epi8(15);                                                                 \
         __m256 total[ROWS];                                                                                          \
         FLAT for (int r = 0; r < ROWS; r++) total[r] = _mm256_setzero_ps();                                          \
         for (int64_t b = 0, blocks = n / BLOCK; b < blocks; b++, w += BLOCK_BYTES) {                                 \
             FLAT for (int line = 0; line < 3; line++)                                                                \
                 _mm_prefetch((const char *)w + AHEAD + 64 * line, _MM_HINT_T0);                                      \
             __m256 scale = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)w));                                     \
-            __m256i sum[ROWS];                                                                                       \
+            block_sum sum[ROWS];                                                                                     \
+            FLAT for (int r = 0; r < ROWS; r++) sum[r] = no_sum();                                                   \
             FLAT for (int j = 0; j < 4; j++) {                                                                       \
                 __m256i both = _mm256_loadu_si256((const __m256i *)(w + 2 * OUTS) + j);                              \
                 __m256i low = _mm256_and_si256(both, nibble);                                                        \
                 __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);                                 \
-                FLAT for (int r = 0; r < ROWS; r++) {                                                                \
-                    const int8_t *from = x.numbers + r * n + b * BLOCK + 4 * j;                                      \
-                    __m256i part = _mm256_add_epi16(_mm256_maddubs_epi16(low, four(from)),                           \
-                                                    _mm256_maddubs_epi16(high, four(from + BLOCK / 2)));             \
-                    sum[r] = j ? _mm256_add_epi16(sum[r], part) : part;                                              \
-                }                                                                                                    \
+                FLAT for (int r = 0; r < ROWS; r++)                                                                  \
+                    sum[r] = plus(sum[r], low, high, x.numbers + r * n + b * BLOCK + 4 * j);                         \
             }                                                                                                        \
             FLAT for (int r = 0; r < ROWS; r++) {                                                                    \
-                __m256i whole = _mm256_sub_epi32(_mm256_madd_epi16(sum[r], ones),                                    \
-                                                 _mm256_set1_epi32(x.sums[r * blocks + b]));                         \
+                __m256i whole = _mm256_sub_epi32(in_32_bits(sum[r]), _mm256_set1_epi32(x.sums[r * blocks + b]));     \
                 __m256 scales = _mm256_mul_ps(scale, _mm256_set1_ps(x.scales[r * blocks + b]));                      \
                 total[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole), scales, total[r]);                             \
             }                                                                                                        \

@@ -1,4 +1,4 @@
-"""A compiled kernel for the forwards of a plain decoder with int4 weights, for CPUs with AVX2.
+"""A compiled kernel for the forwards of a plain decoder with int4 weights, for CPUs with AVX2 (and VNNI).
 
 A whole forward is one call, which reads each weight once: 4 bits and its share of a scale.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .c_kernels import functions, working_kernel
+from .c_kernels import AVX2, AVX512_VNNI, cpu_has, functions, working_kernel
 from .row_attention import TILE
 
 SOURCE = Path(__file__).with_suffix(".c")
@@ -140,7 +140,8 @@ def narrow(room: tuple[Tensor, Tensor, Tensor]) -> Narrow:
 @cache
 def int4_kernel() -> Kernel | None:
     """The kernel; None where it cannot be had or is wrong."""
-    return working_kernel(SOURCE, CONSTANTS, load, is_right)
+    instructions = AVX512_VNNI if cpu_has(AVX512_VNNI) else AVX2
+    return working_kernel(SOURCE, CONSTANTS, load, is_right, instructions)
 
 
 def load(library: Path) -> Kernel:

@@ -108,3 +108,15 @@ def test_a_library_is_compiled_once_and_anew_when_its_source_or_header_changes(t
     others.append(library())
     assert len({first, *others}) == 4 and len(commands) == 8
     assert [c_kernels.functions(one).one() for one in (first, *others)] == [1, 2, 1, -1]
+
+
+def test_the_digest_of_all_kernels_tells_a_change_of_each_source_and_header(tmp_path, monkeypatch):
+    monkeypatch.setattr(c_kernels, "__file__", str(tmp_path / "c_kernels.py"))
+    texts = {"one.h": "// one", "one.c": '#include "one.h"', "two.c": "// two"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    digests = {c_kernels.digest_of_sources()}
+    for name in texts:
+        (tmp_path / name).write_text(texts[name] + "\n// new")
+        digests.add(c_kernels.digest_of_sources())
+    assert len(digests) == 4

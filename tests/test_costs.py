@@ -5,6 +5,7 @@ import pytest
 import torch
 from models_for_tests import tiny_llama
 
+from fly_cli import costs
 from fly_cli.cached_model import CachedModel
 from fly_cli.costs import costs_file, load_costs, store_costs, without_outliers
 from fly_cli.placement import Placement
@@ -53,6 +54,17 @@ def test_another_placement_has_a_table_of_its_own(tmp_path, models):
     store_costs(PLACES, models, tmp_path)
     assert costs_file(PLACES, tmp_path) != costs_file(PLACES[:1], tmp_path)
     assert load_costs(PLACES[:1], tmp_path).draft is None
+
+
+@pytest.mark.parametrize("change", ["another kernel", "other instructions"])
+def test_what_other_kernels_took_is_not_asked(tmp_path, monkeypatch, change):
+    before = costs_file(PLACES, tmp_path)
+    assert costs_file(PLACES, tmp_path) == before
+    if change == "another kernel":
+        monkeypatch.setattr(costs, "digest_of_sources", lambda: "another")
+    else:
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    assert costs_file(PLACES, tmp_path) != before
 
 
 @pytest.mark.parametrize(

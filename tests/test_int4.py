@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from fly_cli import int4, int4_decoder, int4_onnx, loading
+from fly_cli.c_kernels import AVX2, AVX512_VNNI
 from fly_cli.cached_model import CachedModel
 from fly_cli.int4 import FAILED, KERNEL, ONNX, build, engine_of, give_up, int4_bytes, int4_folder, no_int4, open_int4
-from fly_cli.int4_kernel import BLOCK, OUTS, int4_kernel
+from fly_cli.int4_kernel import BLOCK, CONSTANTS, OUTS, SOURCE, int4_kernel, load
 from fly_cli.int4_model import Int4Error, check, reference_reads
 from fly_cli.loading import Source
 from fly_cli.progress import Silent
@@ -120,6 +121,16 @@ def test_the_kernel_runs_the_other_families_right_too(family, tmp_path):
     need("kernel")
     plain, folder = built("kernel", OTHERS[family], tmp_path)
     assert_alike(plain, opened(("kernel", plain, folder)))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 37])
+def test_every_cpu_gives_the_same_products_bit_for_bit(compiled_kernel, rows):
+    kernels = [compiled_kernel(SOURCE, CONSTANTS, load, instructions) for instructions in (AVX2, AVX512_VNNI)]
+    torch.manual_seed(0)
+    weight, input = torch.randn(5 * OUTS + 3, 6 * BLOCK), torch.randn(rows, 6 * BLOCK)
+    weight[0, :BLOCK], input[0, :BLOCK] = -8, 127  # the largest sums
+    one, other = (kernel.product(input, kernel.pack(weight), len(weight)) for kernel in kernels)
+    assert torch.equal(one, other) and one.isfinite().all()
 
 
 @pytest.mark.pair
